@@ -1,0 +1,64 @@
+# Each target sets up what it needs by itself.  `make` alone lists them.
+#   PYTHON=python3.12 make test         another interpreter (3.11 or newer) for the environment in .venv
+#   KVGATE_PYTHON=/path/bin/python ...  a ready environment instead of .venv; .ci/run uses it to test the wheel
+
+PYTHON ?= python3
+VENV := .venv
+
+ifdef KVGATE_PYTHON
+PY := $(KVGATE_PYTHON)
+READY :=
+else
+PY := $(VENV)/bin/python
+READY := $(VENV)/.ready
+endif
+BIN := $(dir $(PY))
+
+PIP_INSTALL = -m pip install --disable-pip-version-check -qq  # errors only
+REQUIRE_PYTHON = import sys; sys.version_info >= (3, 11) or sys.exit("kvgate needs Python 3.11 or newer; this is %d.%d. Try: make PYTHON=python3.11" % sys.version_info[:2])
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help run test check fmt wheel constraints clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+run: $(READY) ## Start a demo on port 8080: embedded Valkey, two pools of mock engines, a fresh key
+	@exec $(BIN)kvgate serve --demo
+
+test: $(READY) ## Run the tests against what is installed in the environment
+	@PYTHONSAFEPATH=1 $(PY) -m pytest $(ARGS)
+
+check: $(READY) ## Lint, format, types, import arrows, Dockerfile, licences and files
+	@echo "ruff check" && $(BIN)ruff check .
+	@echo "ruff format" && $(BIN)ruff format --check .
+	@echo "mypy" && $(BIN)mypy
+	@echo "lint-imports" && $(BIN)lint-imports --no-logo
+	@echo "hadolint" && $(BIN)hadolint Dockerfile
+	@echo "tests/repo" && PYTHONSAFEPATH=1 $(PY) -m pytest -q tests/repo
+
+fmt: $(READY) ## Format the code and apply safe fixes
+	@$(BIN)ruff check --fix --exit-zero .
+	@$(BIN)ruff format .
+
+wheel: $(READY) ## Build dist/kvgate-*.whl
+	@$(PY) -m build --wheel --no-isolation --outdir dist
+
+constraints: ## Rewrite constraints.txt with the newest releases that pyproject.toml allows
+	@$(PYTHON) -c '$(REQUIRE_PYTHON)'
+	@rm -rf $(VENV)-constraints && $(PYTHON) -m venv $(VENV)-constraints
+	@$(VENV)-constraints/bin/python $(PIP_INSTALL) -e '.[embedded,dev]'
+	@$(VENV)-constraints/bin/python -m pip --disable-pip-version-check freeze --exclude-editable > constraints.txt
+	@rm -rf $(VENV)-constraints
+
+clean: ## Remove the environment, builds and caches
+	@rm -rf $(VENV) $(VENV)-constraints build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	@find gateway tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c '$(REQUIRE_PYTHON)'
+	@echo "Setting up $(VENV)"
+	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	@$(VENV)/bin/python $(PIP_INSTALL) -c constraints.txt -e '.[embedded,dev]'
+	@touch $@
