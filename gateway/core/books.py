@@ -1,0 +1,899 @@
+"""The block books of one fleet: the executable specification that `lua/` translates.
+
+Written to be read: linear scans, no indexes, no I/O; the time and the store's run id are arguments.  The conformance
+suite drives this and the Lua with the same commands and compares every reply and the whole content after each.
+
+A call is none, `queued`, `unclaimed` (granted, its owner does not know yet) or `reserved`; never two.
+Times are milliseconds of the ledger clock, sizes are blocks, sequences and tokens.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from gateway.core.order import (
+    CREDIT_SCALE,
+    DIGEST_MODULUS,
+    DRAIN_SETTLING_MS,
+    DRAIN_WINDOW_MS,
+    FIRST_APPOINTMENT_MS,
+    LOOKAHEAD,
+    OUTBOX,
+    SLICE,
+    TAG_SCALE,
+    WORK,
+)
+
+Answer = list[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaConfig:
+    name: str
+    pool: str
+    limit: int = -1
+    """Blocks to hand out; -1 while the engine's numbers are unknown: what the store has is kept."""
+    usable: int = 0
+    """Blocks that one call may hold alone: `num_gpu_blocks - 1`."""
+    sequences_max: int = 0
+    prefill_max: int = 0
+    """Prompt tokens that may be in prefill at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetConfig:
+    lease_ms: int
+    heartbeat_ms: int
+    overtake_blocks: int
+    """Blocks that may pass a blocked head before a replica is held for it."""
+    lanes: tuple[tuple[str, tuple[str, ...]], ...]
+    """Name and pools, in order of preference."""
+    classes: tuple[tuple[str, int], ...]
+    """Name and guaranteed share in thousandths, highest class first."""
+    replicas: tuple[ReplicaConfig, ...]
+
+
+@dataclass(slots=True)
+class Replica:
+    name: str
+    pool: str
+    limit: int = 0
+    usable: int = 0
+    sequences_max: int = 0
+    prefill_max: int = 0
+    used: int = 0
+    sequences: int = 0
+    prefill: int = 0
+    state: str = "up"
+    held_for: str = ""
+
+
+@dataclass(slots=True)
+class Call:
+    id: str
+    state: str
+    owner: str
+    replica: str
+    key: str
+    class_: str
+    lane: str
+    blocks: int
+    sequences: int
+    prefill: int
+    """Demand on the prefill budget; `prefilling` is what is held of it now."""
+    prefilling: int
+    cost: int
+    deadline: int
+    arrival: int
+    passed: int = 0
+    """Blocks granted to others, on replicas it could use, while it was the blocked head."""
+    attempt: int = 0
+    charged: int = 0
+    """Tag units its flow paid for it."""
+    exclude: tuple[str, ...] = ()
+    prefer: tuple[str, ...] = ()
+    charge: tuple[int, ...] = ()
+    """Rate quotas paid at admission."""
+
+
+@dataclass(slots=True)
+class Key:
+    weight: int = 1
+    blocks_max: int = -1
+    requests_max: int = -1
+    blocks: int = 0
+    calls: int = 0
+
+
+@dataclass(slots=True)
+class Session:
+    batch: int
+    told: int
+    """The last epoch that its owner was told of."""
+    declared: int = 0
+    """The epoch of its last Y."""
+
+
+@dataclass(slots=True)
+class Drain:
+    """Blocks given back: a sliding window of two halves."""
+
+    start: int = 0
+    current: int = 0
+    previous: int = -1
+    """Blocks of the window before; -1 when there was none."""
+    last: int = 0
+    """The last figure seen."""
+
+
+@dataclass(slots=True)
+class Books:
+    config: FleetConfig | None = None
+    run: str = ""
+    epoch: int = 0
+    policy: int = 0
+    clock: int = 0
+    wall: int = -1
+    opens_after: int = 0
+    opens_at: int = 0
+    """While closed: the clock at which admission opens at the latest; 0 = open."""
+    arrivals: int = 0
+    dirty: bool = False
+    replicas: dict[str, Replica] = field(default_factory=dict)
+    calls: dict[str, Call] = field(default_factory=dict)
+    keys: dict[str, Key] = field(default_factory=dict)
+    owners: dict[str, int] = field(default_factory=dict)
+    sessions: dict[str, Session] = field(default_factory=dict)
+    tags: dict[tuple[str, str, str], int] = field(default_factory=dict)
+    weights: dict[tuple[str, str, str], int] = field(default_factory=dict)
+    """Weight of each flow that waits, as it was when it began to."""
+    parked: set[tuple[str, str, str]] = field(default_factory=set)
+    virtual: dict[tuple[str, str], int] = field(default_factory=dict)
+    credit: dict[tuple[str, str], int] = field(default_factory=dict)
+    blocked: dict[str, str] = field(default_factory=dict)
+    book: dict[str, int] = field(default_factory=dict)
+    drains: dict[str, Drain] = field(default_factory=dict)
+    work: int = 0
+    replay: bool = False
+
+    # -- the scripts ---------------------------------------------------------------------------------------------
+
+    def configure(self, now: int, run: str, config: FleetConfig) -> Answer:
+        if config != self.config:
+            self.config = config
+            self.policy += 1
+        self._open(now, run)
+        known = {replica.name for replica in config.replicas}
+        for wanted in config.replicas:
+            self._configure_replica(wanted)
+        for name in sorted(set(self.replicas) - known):
+            self._take_down(name, "removed")
+        self._forget_removed()
+        self._close()
+        return ["ok", self.epoch, self.clock, self.policy]
+
+    def observe(self, now: int, run: str, name: str, up: bool) -> Answer:
+        """A gateway saw a replica stop or resume answering."""
+        if self.config is None:
+            return ["unconfigured"]
+        self._open(now, run)
+        replica = self.replicas.get(name)
+        if replica and replica.state != "removed":
+            if up:
+                replica.state = "up"
+                self.dirty = True
+            else:
+                self._take_down(name, "down")
+        self._close()
+        return ["ok", self.epoch, self.clock, self.policy]
+
+    def hello(self, now: int, run: str, owner: str) -> Answer:
+        """A new incarnation of a worker process.  The run id tells it whether the store lost its data."""
+        if self.config is None:
+            return ["unconfigured"]
+        self._open(now, run)
+        self.owners[owner] = self.clock + self._fleet.lease_ms
+        self.sessions[owner] = Session(batch=0, told=self.epoch)
+        return ["ok", self.epoch, self.clock, self.policy, run]
+
+    def step(self, now: int, run: str, owner: str, batch: int, ops: Sequence[Sequence[Any]]) -> Answer:
+        """One batch of one owner."""
+        if self.config is None:
+            return ["unconfigured"]
+        self._open(now, run)
+        session = self.sessions.get(owner)
+        if session is None:
+            return ["fenced"]
+        if batch < session.batch:
+            return ["stale"]
+        self.owners[owner] = self.clock + self._fleet.lease_ms
+        if session.told != self.epoch:
+            session.told = self.epoch
+            return ["epoch", self.epoch, self.clock, self.policy]
+        self.replay = batch == session.batch
+        session.batch = batch
+        more = self._reap() | self._expire()
+        self._open_gate()
+        results = [self._op(owner, op) for op in ops]
+        self._close()
+        return ["ok", self.epoch, self.clock, self.policy, int(more or self.dirty), results, self._outbox(owner)]
+
+    def _outbox(self, owner: str) -> list[str]:
+        unclaimed = sorted(c.id for c in self.calls.values() if c.owner == owner and c.state == "unclaimed")
+        return [item for id_ in unclaimed[:OUTBOX] for item in (id_, self.calls[id_].replica)]
+
+    def _op(self, owner: str, op: Sequence[Any]) -> Answer:
+        name, *arguments = op
+        commands: dict[str, Callable[..., Answer]] = {
+            "A": self._admit,
+            "K": self._claim,
+            "F": self._first_token,
+            "Z": self._resize,
+            "M": self._move,
+            "S": self._settle,
+            "R": self._redeclare,
+            "H": self._heartbeat,
+            "Y": self._declared,
+        }
+        return commands[name](owner, *arguments)
+
+    # -- time, owners, the gate ----------------------------------------------------------------------------------
+
+    @property
+    def _fleet(self) -> FleetConfig:
+        assert self.config is not None
+        return self.config
+
+    def _open(self, now: int, run: str) -> None:
+        """Advance the clock by at most two heartbeats, so that a pause of the store ends nobody's lease."""
+        gap = 2 * self._fleet.heartbeat_ms
+        passed = now - self.wall if self.wall >= 0 else 0
+        self.clock += min(max(passed, 0), gap)
+        self.wall = now
+        self.work = WORK
+        self.replay = False
+        if run != self.run:
+            self._new_epoch(run)
+
+    def _new_epoch(self, run: str) -> None:
+        """The store is another process than before: what it holds may be old or nothing."""
+        self.run = run
+        self.epoch += 1
+        for owner in self.owners:
+            self.owners[owner] = self.clock + self._fleet.lease_ms
+        self.opens_after = self.clock + (0 if self.owners else 2 * self._fleet.heartbeat_ms)
+        self.opens_at = self.clock + self._fleet.lease_ms
+
+    def _open_gate(self) -> None:
+        if not self.opens_at:
+            return
+        declared = self.owners and all(
+            owner in self.sessions and self.sessions[owner].declared == self.epoch for owner in self.owners
+        )
+        if self.clock >= self.opens_at or (declared and self.clock >= self.opens_after):
+            self.opens_at = 0
+
+    def _reap(self) -> bool:
+        """Fence every owner whose lease is over and give a slice of their calls back; True = some are left."""
+        lost = sorted((o for o, end in self.owners.items() if end <= self.clock), key=lambda o: (self.owners[o], o))
+        for owner in lost:
+            self.sessions.pop(owner, None)
+        left = SLICE
+        for owner in lost:
+            ids = sorted(c.id for c in self.calls.values() if c.owner == owner)[:left]
+            for id_ in ids:
+                self._give_back(self.calls[id_])
+            left -= len(ids)
+            if any(c.owner == owner for c in self.calls.values()):
+                return True
+            del self.owners[owner]
+        return False
+
+    def _give_back(self, call: Call) -> None:
+        """The owner is gone: what never ran is refunded, for what ran the charge stays."""
+        self.work -= 1
+        if call.state == "queued":
+            return self._withdraw(call)
+        self._release(call, refund=call.state == "unclaimed")
+
+    def _expire(self) -> bool:
+        late = [c for c in self.calls.values() if c.state == "queued" and c.deadline <= self.clock]
+        late.sort(key=lambda c: (c.deadline, c.id))
+        for call in late[:SLICE]:
+            self.work -= 1
+            self._withdraw(call)
+        return len(late) > SLICE
+
+    def _close(self) -> None:
+        self._dispatch()
+        if not self.calls:
+            self.tags.clear()
+            self.virtual.clear()
+            self.credit.clear()
+
+    # -- replicas ------------------------------------------------------------------------------------------------
+
+    def _configure_replica(self, wanted: ReplicaConfig) -> None:
+        replica = self.replicas.get(wanted.name)
+        unknown = wanted.limit < 0
+        if replica is None:
+            replica = Replica(wanted.name, wanted.pool, state="down" if unknown else "up")
+            self.replicas[wanted.name] = replica
+        replica.pool = wanted.pool
+        if replica.state == "removed":
+            replica.state = "down" if unknown else "up"
+        if not unknown:
+            replica.limit, replica.usable = wanted.limit, wanted.usable
+            replica.sequences_max, replica.prefill_max = wanted.sequences_max, wanted.prefill_max
+        self.dirty = True
+
+    def _take_down(self, name: str, state: str) -> None:
+        """No new placements; a call that a hold was for looks elsewhere."""
+        replica = self.replicas[name]
+        if replica.state != "removed":
+            replica.state = state
+        replica.held_for = ""
+        self.dirty = True
+
+    def _forget_removed(self) -> None:
+        for name in [r.name for r in self.replicas.values() if r.state == "removed" and not r.sequences]:
+            del self.replicas[name]
+
+    def _pools(self, lane: str) -> tuple[str, ...]:
+        return dict(self._fleet.lanes).get(lane, ())
+
+    def _could_use(self, call: Call, replica: Replica) -> bool:
+        """Whether the call can run there at all, however busy it is now."""
+        return (
+            replica.state == "up"
+            and replica.pool in self._pools(call.lane)
+            and replica.name not in call.exclude
+            and call.blocks <= replica.usable
+            and call.sequences <= replica.sequences_max
+        )
+
+    def _fits(self, call: Call, replica: Replica) -> bool:
+        return (
+            self._could_use(call, replica)
+            and replica.held_for in ("", call.id)
+            and (replica.used + call.blocks <= replica.limit or replica.used == 0)
+            and replica.sequences + call.sequences <= replica.sequences_max
+            and (replica.prefill + call.prefill <= replica.prefill_max or replica.prefill == 0)
+        )
+
+    def _place(self, call: Call) -> Replica | None:
+        """The first pool of the lane with room; there a preferred replica unless it is 10 % fuller; most free blocks."""
+        for pool in self._pools(call.lane):
+            room = [r for r in self.replicas.values() if r.pool == pool and self._fits(call, r)]
+            if not room:
+                continue
+            emptiest = min(room, key=_roomiest)
+            warm = [r for r in room if r.name in call.prefer and _percent(r) <= _percent(emptiest) + 10]
+            return min(warm, key=_roomiest) if warm else emptiest
+        return None
+
+    def _unhold(self, call: Call) -> None:
+        for replica in self.replicas.values():
+            if replica.held_for == call.id:
+                replica.held_for = ""
+
+    # -- the queue -----------------------------------------------------------------------------------------------
+
+    def _waiting(self, lane: str, class_: str | None = None, key: str | None = None) -> list[Call]:
+        found = [
+            c
+            for c in self.calls.values()
+            if c.state == "queued" and c.lane == lane and class_ in (None, c.class_) and key in (None, c.key)
+        ]
+        return sorted(found, key=lambda c: c.arrival)
+
+    def _unparked_wait(self, lane: str) -> bool:
+        return any((c.lane, c.class_, c.key) not in self.parked for c in self._waiting(lane))
+
+    def _join(self, call: Call) -> None:
+        """Stand in the queue; the flow's tag is its own business."""
+        flow = _flow(call)
+        first = not self._waiting(*flow)
+        call.state = "queued"
+        self.calls[call.id] = call
+        if first:
+            self.weights[flow] = self._key(call.key).weight
+            self.dirty = True
+
+    def _leave(self, call: Call) -> None:
+        """After the call stopped to be queued: what it leaves behind in the order."""
+        flow = _flow(call)
+        self._unhold(call)
+        if self.blocked.get(call.lane) == call.id:
+            del self.blocked[call.lane]
+        if self._waiting(*flow):
+            self._unpark([flow])
+        else:
+            self.parked.discard(flow)
+            self.weights.pop(flow, None)
+        if not self._waiting(call.lane, call.class_):
+            self.credit.pop((call.lane, call.class_), None)
+        self.dirty = True
+
+    def _withdraw(self, call: Call) -> None:
+        del self.calls[call.id]
+        self._leave(call)
+
+    def _unpark(self, flows: Iterable[tuple[str, str, str]]) -> None:
+        back = self.parked.intersection(flows)
+        self.work -= len(back)
+        self.parked -= back
+        self.dirty = self.dirty or bool(back)
+
+    def _unpark_key(self, key: str) -> None:
+        self._unpark([flow for flow in self.parked if flow[2] == key])
+
+    def _key(self, name: str) -> Key:
+        return self.keys.setdefault(name, Key())
+
+    def _capped(self, call: Call) -> bool:
+        key = self._key(call.key)
+        return (0 <= key.blocks_max < key.blocks + call.blocks) or (0 <= key.requests_max < key.calls + 1)
+
+    # -- the order -----------------------------------------------------------------------------------------------
+
+    def _dispatch(self) -> None:
+        """Turn tickets into unclaimed reservations until nothing fits or the script's work is used up.
+
+        Doing it again at once changes nothing, so it may be skipped while nothing changed.
+        """
+        if not self.dirty or self.opens_at:
+            return
+        self.dirty = False
+        progress = True
+        while progress:
+            progress = False
+            for lane, _ in self._fleet.lanes:
+                while self._waiting(lane):
+                    if self.work <= 0:
+                        self.dirty = True
+                        return
+                    if not self._advance(lane):
+                        break
+                    progress = True
+
+    def _advance(self, lane: str) -> bool:
+        """One grant, parking or hold in this lane; False when nothing can be done."""
+        head: Call | None = None
+        classes, by_credit = self._class_order(lane)
+        for class_ in classes:
+            for key in self._flows(lane, class_):
+                call = self._waiting(lane, class_, key)[0]
+                if self._capped(call):
+                    self.parked.add(_flow(call))
+                    self.work -= 1
+                    return True
+                replica = self._place(call)
+                if replica:
+                    self._grant(call, replica, by_credit == class_)
+                    return True
+                if head is None:
+                    head = call
+                    self.blocked[lane] = call.id
+                    if self._hold(call):
+                        return True
+        return False
+
+    def _flows(self, lane: str, class_: str) -> list[str]:
+        keys = {c.key for c in self._waiting(lane, class_)}
+        unparked = [k for k in keys if (lane, class_, k) not in self.parked]
+        return sorted(unparked, key=lambda k: (self.tags.get((lane, class_, k), 0), k))[:LOOKAHEAD]
+
+    def _class_order(self, lane: str) -> tuple[list[str], str | None]:
+        """Highest class first, except that the lowest class whose credit covers its head goes before all."""
+        waiting = [name for name, _ in self._fleet.classes if self._waiting(lane, name)]
+        shares = dict(self._fleet.classes)
+        for class_ in reversed(waiting):
+            flows = self._flows(lane, class_)
+            if not shares[class_] or not flows:
+                continue
+            head = self._waiting(lane, class_, flows[0])[0]
+            if self.credit.get((lane, class_), 0) >= CREDIT_SCALE * head.blocks:
+                return [class_, *(c for c in waiting if c != class_)], class_
+        return waiting, None
+
+    def _grant(self, call: Call, replica: Replica, by_credit: bool) -> None:
+        self.work -= 1
+        lane_class = (call.lane, call.class_)
+        if by_credit:
+            self.credit[lane_class] -= CREDIT_SCALE * call.blocks
+        self._pay(call)
+        call.state = "unclaimed"
+        self._leave(call)
+        self._reserve(call, replica)
+        lower = False
+        for class_, share in self._fleet.classes:
+            if lower and share and self._waiting(call.lane, class_):
+                earned = self.credit.get((call.lane, class_), 0) + call.blocks * share
+                self.credit[call.lane, class_] = earned
+            lower = lower or class_ == call.class_
+
+    def _pay(self, call: Call) -> None:
+        """Start-time fair queueing: the flow's tag moves on by the call's cost over the key's weight."""
+        flow, lane_class = _flow(call), (call.lane, call.class_)
+        start = max(self.virtual.get(lane_class, 0), self.tags.get(flow, 0))
+        self.virtual[lane_class] = start
+        call.charged = _ceil(call.cost * TAG_SCALE, self._key(call.key).weight)
+        self.tags[flow] = start + call.charged
+
+    def _correct(self, call: Call, units: int) -> None:
+        """Move the flow's tag by what was charged too much or too little."""
+        flow = _flow(call)
+        tag = max(self.virtual.get(flow[:2], 0), self.tags.get(flow, 0))
+        self.tags[flow] = max(0, tag + units)
+
+    def _reserve(self, call: Call, replica: Replica) -> None:
+        replica.used += call.blocks
+        replica.sequences += call.sequences
+        replica.prefill += call.prefill
+        call.prefilling = call.prefill
+        call.replica = replica.name
+        key = self._key(call.key)
+        key.blocks += call.blocks
+        key.calls += 1
+        self.calls[call.id] = call
+        for lane, _ in self._fleet.lanes:
+            head = self.calls.get(self.blocked.get(lane, ""))
+            if head and head.id != call.id and self._could_use(head, replica):
+                head.passed += call.blocks
+
+    def _hold(self, call: Call) -> bool:
+        """A head that was passed too often gets the roomiest replica it may use to itself; it keeps at most one."""
+        if call.passed < self._fleet.overtake_blocks or any(r.held_for == call.id for r in self.replicas.values()):
+            return False
+        free = [r for r in self.replicas.values() if r.held_for == "" and self._could_use(call, r)]
+        if not free:
+            return False
+        min(free, key=_roomiest).held_for = call.id
+        self.work -= 1
+        return True
+
+    def _vacate(self, call: Call) -> None:
+        """Take a reservation's blocks, sequences and prefill tokens off its replica and its key."""
+        replica = self.replicas[call.replica]
+        replica.used -= call.blocks
+        replica.sequences -= call.sequences
+        replica.prefill -= call.prefilling
+        key = self._key(call.key)
+        key.blocks -= call.blocks
+        key.calls -= 1
+        self._unpark_key(call.key)
+        self._drained(replica.pool, call.blocks)
+        self._forget_removed()
+        self.dirty = True
+
+    def _release(self, call: Call, refund: bool) -> None:
+        del self.calls[call.id]
+        self._vacate(call)
+        if refund:
+            self._correct(call, -call.charged)
+
+    # -- the appointment book ------------------------------------------------------------------------------------
+
+    def _drained(self, pool: str, blocks: int) -> None:
+        drain = self.drains.setdefault(pool, Drain(start=self.clock))
+        age = self.clock - drain.start
+        if age >= DRAIN_WINDOW_MS:
+            adjacent = age < 2 * DRAIN_WINDOW_MS
+            drain.previous = drain.current if adjacent else -1
+            drain.start = drain.start + DRAIN_WINDOW_MS if adjacent else self.clock
+            drain.current = 0
+        drain.current += blocks
+        drain.last = self._drain_of(drain)
+
+    def _drain_of(self, drain: Drain) -> int:
+        """Blocks given back per window, now."""
+        age = self.clock - drain.start
+        if age >= 2 * DRAIN_WINDOW_MS:
+            return 0
+        if age >= DRAIN_WINDOW_MS:
+            return drain.current * (2 * DRAIN_WINDOW_MS - age) // DRAIN_WINDOW_MS
+        if drain.previous < 0:
+            return drain.current * DRAIN_WINDOW_MS // max(age, DRAIN_SETTLING_MS)
+        return drain.current + drain.previous * (DRAIN_WINDOW_MS - age) // DRAIN_WINDOW_MS
+
+    def _lane_drain(self, lane: str) -> int:
+        drains = [self.drains[pool] for pool in self._pools(lane) if pool in self.drains]
+        return sum(self._drain_of(drain) or drain.last for drain in drains)
+
+    def _predicted_wait(self, call: Call, drain: int) -> int:
+        """Milliseconds until the work ahead of this call, which is not counted as waiting yet, has drained."""
+        ahead = 0
+        for class_, _ in self._fleet.classes:
+            if class_ == call.class_:
+                break
+            ahead += sum(c.blocks for c in self._waiting(call.lane, class_))
+        waiting = self._waiting(call.lane, call.class_)
+        own = call.blocks + sum(c.blocks for c in waiting if c.key == call.key)
+        active = {flow: weight for flow, weight in self.weights.items() if flow[:2] == (call.lane, call.class_)}
+        weight = active.setdefault(_flow(call), self._key(call.key).weight)
+        in_class = call.blocks + sum(c.blocks for c in waiting)
+        work = ahead + min(in_class, _ceil(own * sum(active.values()), weight))
+        return work * DRAIN_WINDOW_MS // drain
+
+    def _wait_told(self, call: Call) -> int:
+        drain = self._lane_drain(call.lane)
+        return self._predicted_wait(call, drain) if drain else FIRST_APPOINTMENT_MS
+
+    def _appointment(self, call: Call) -> int:
+        """Milliseconds until a refused call should come back; it takes a place in the lane's book."""
+        drain = self._lane_drain(call.lane)
+        if not drain:
+            return FIRST_APPOINTMENT_MS
+        earliest = self.clock + self._predicted_wait(call, drain)
+        due = max(self.book.get(call.lane, 0), earliest) + call.blocks * DRAIN_WINDOW_MS // drain
+        self.book[call.lane] = due
+        return due - self.clock
+
+    # -- the operations ------------------------------------------------------------------------------------------
+
+    def _mine(self, owner: str, id_: str) -> Call | None:
+        call = self.calls.get(id_)
+        return call if call and call.owner == owner else None
+
+    def _foreign(self, owner: str, id_: str) -> bool:
+        """Whether a living owner other than this one has the id; what a fenced one left is given back."""
+        call = self.calls.get(id_)
+        if call is None or call.owner == owner:
+            return False
+        if call.owner in self.sessions:
+            return True
+        self._give_back(call)
+        return False
+
+    def _admit(
+        self,
+        owner: str,
+        id_: str,
+        key: str,
+        class_: str,
+        lane: str,
+        blocks: int,
+        sequences: int,
+        prefill: int,
+        cost: int,
+        wait_ms: int,
+        weight: int,
+        blocks_max: int,
+        requests_max: int,
+        queue_max: int,
+        prefer: Sequence[str],
+        exclude: Sequence[str],
+        charge: Sequence[int],
+    ) -> Answer:
+        if self._foreign(owner, id_):
+            return ["refused", "id", "", 0, 0, 0]
+        known = self.calls.get(id_)
+        if known:
+            return self._claim(owner, id_)
+        call = Call(id_, "none", owner, "", key, class_, lane, blocks, sequences, prefill, 0, cost,
+                    self.clock + wait_ms, 0, exclude=tuple(exclude), prefer=tuple(prefer), charge=tuple(charge))  # fmt: skip
+        self._set_policy(key, weight, blocks_max, requests_max)
+        refusal = self._refuse_outright(call)
+        if refusal:
+            return refusal
+        self._dispatch()
+        replica = self._at_once(call)
+        if replica:
+            self._pay(call)
+            call.state = "reserved"
+            self._reserve(call, replica)
+            return ["grant", replica.name]
+        refusal = self._refuse_to_queue(call, queue_max, wait_ms)
+        if refusal:
+            return refusal
+        wait = self._wait_told(call)
+        self._enqueue(call)
+        return ["ticket", len(self._waiting(lane, class_)), wait]
+
+    def _set_policy(self, name: str, weight: int, blocks_max: int, requests_max: int) -> None:
+        key = self._key(name)
+        changed = (key.blocks_max, key.requests_max) != (blocks_max, requests_max)
+        key.weight, key.blocks_max, key.requests_max = weight, blocks_max, requests_max
+        if changed:
+            self._unpark_key(name)
+
+    def _refuse_outright(self, call: Call) -> Answer | None:
+        """Refusals that no waiting can change."""
+        lane = [r for r in self.replicas.values() if r.pool in self._pools(call.lane) and r.state != "removed"]
+        fitting = [r for r in lane if call.blocks <= r.usable and call.sequences <= r.sequences_max]
+        if lane and not fitting and all(r.usable for r in lane):
+            return ["refused", "context_length_exceeded", "usable", call.blocks, max(r.usable for r in lane), 0]
+        if not any(r.state == "up" for r in fitting):
+            return ["refused", "no_backend", "", 0, 0, FIRST_APPOINTMENT_MS]
+        key = self._key(call.key)
+        if 0 <= key.blocks_max < call.blocks:
+            return ["refused", "key_cap_exceeded", "blocks_max", call.blocks, key.blocks_max, 0]
+        if key.requests_max == 0:
+            return ["refused", "quota_exceeded", "requests_max", 1, 0, FIRST_APPOINTMENT_MS]
+        return None
+
+    def _at_once(self, call: Call) -> Replica | None:
+        """Where the call may start without a ticket: nobody that could start waits in its lane, and it fits."""
+        if self.opens_at or self._unparked_wait(call.lane) or self._waiting(*_flow(call)) or self._capped(call):
+            return None
+        return self._place(call)
+
+    def _refuse_to_queue(self, call: Call, queue_max: int, wait_ms: int) -> Answer | None:
+        waiting = len(self._waiting(call.lane, call.class_))
+        if waiting < queue_max and wait_ms > 0:
+            return None
+        if queue_max > waiting:
+            return ["refused", "queue_timeout", "seconds_max", 0, wait_ms, self._wait_told(call)]
+        if queue_max:
+            return ["refused", "queue_full", "depth_max", waiting, queue_max, self._appointment(call)]
+        if self.opens_at:
+            return ["refused", "store_unavailable", "", 0, 0, self.opens_at - self.clock]
+        if self._capped(call):
+            return self._refuse_capped(call)
+        return ["refused", "capacity_exceeded", "limit", call.blocks, self._free(call), self._appointment(call)]
+
+    def _refuse_capped(self, call: Call) -> Answer:
+        key = self._key(call.key)
+        wait = self._wait_told(call)
+        if 0 <= key.requests_max < key.calls + 1:
+            return ["refused", "quota_exceeded", "requests_max", key.calls + 1, key.requests_max, wait]
+        return ["refused", "quota_exceeded", "blocks_max", key.blocks + call.blocks, key.blocks_max, wait]
+
+    def _free(self, call: Call) -> int:
+        """Most blocks free on one replica that the call may use."""
+        return max([r.limit - r.used for r in self.replicas.values() if self._could_use(call, r)] + [0])
+
+    def _enqueue(self, call: Call) -> None:
+        self.arrivals += 1
+        call.arrival = self.arrivals
+        flow = _flow(call)
+        if not self._waiting(*flow):
+            self.tags[flow] = max(self.virtual.get(flow[:2], 0), self.tags.get(flow, 0))
+        self._join(call)
+
+    def _claim(self, owner: str, id_: str) -> Answer:
+        call = self._mine(owner, id_)
+        if call is None:
+            return ["gone"]
+        if call.state == "queued":
+            waiting = self._waiting(call.lane, call.class_)
+            return ["ticket", len(waiting), FIRST_APPOINTMENT_MS]
+        call.state = "reserved"
+        return ["grant", call.replica]
+
+    def _first_token(self, owner: str, id_: str) -> Answer:
+        call = self._mine(owner, id_)
+        if call is None or call.state == "queued":
+            return ["gone"]
+        call.state = "reserved"
+        self.replicas[call.replica].prefill -= call.prefilling
+        if call.prefilling:
+            call.prefilling = 0
+            self.dirty = True
+        return ["ok"]
+
+    def _resize(self, owner: str, id_: str, blocks: int) -> Answer:
+        """Waiters and holds do not stop a running call from growing, the limit does."""
+        call = self._mine(owner, id_)
+        if call is None or call.state == "queued":
+            return ["gone"]
+        replica = self.replicas[call.replica]
+        growth = blocks - call.blocks
+        if growth > 0 and replica.used + growth > replica.limit:
+            return ["no_room"]
+        call.state = "reserved"
+        call.blocks = blocks
+        replica.used += growth
+        self._key(call.key).blocks += growth
+        if growth < 0:
+            self._unpark_key(call.key)
+            self._drained(replica.pool, -growth)
+            self.dirty = True
+        return ["ok"]
+
+    def _move(self, owner: str, id_: str, exclude: Sequence[str]) -> Answer:
+        """Back into the queue at the old place, not on these replicas, without paying twice."""
+        call = self._mine(owner, id_)
+        if call is None:
+            return ["gone"]
+        call.exclude = tuple(sorted({*call.exclude, *exclude}))
+        if call.state == "queued":
+            self._unhold_excluded(call)
+            self.dirty = True
+        else:
+            self._vacate(call)
+            self._correct(call, -call.charged)
+            call.charged, call.prefilling, call.replica = 0, 0, ""
+            call.attempt += 1
+            self._join(call)
+        return ["ticket", len(self._waiting(call.lane, call.class_)), FIRST_APPOINTMENT_MS]
+
+    def _unhold_excluded(self, call: Call) -> None:
+        for name in call.exclude:
+            if name in self.replicas and self.replicas[name].held_for == call.id:
+                self.replicas[name].held_for = ""
+
+    def _settle(self, owner: str, id_: str, used: int, cost: int) -> Answer:
+        """`used`: blocks really used, `cost`: block-seconds really held; -1 where unknown."""
+        call = self._mine(owner, id_)
+        if call is None:
+            return ["gone"]
+        if call.state == "queued":
+            self._withdraw(call)
+            return ["withdrawn"]
+        if call.state == "unclaimed":
+            self._release(call, refund=True)
+            return ["released"]
+        self._release(call, refund=False)
+        if cost >= 0 and call.charged:
+            self._correct(call, _ceil((cost - call.cost) * TAG_SCALE, self._key(call.key).weight))
+        return ["settled"]
+
+    def _redeclare(
+        self,
+        owner: str,
+        id_: str,
+        replica: str,
+        key: str,
+        class_: str,
+        lane: str,
+        blocks: int,
+        sequences: int,
+        prefill: int,
+        cost: int,
+        weight: int,
+        blocks_max: int,
+        requests_max: int,
+        force: int,
+    ) -> Answer:
+        """A running call says where it runs: after its owner lost its lease, or the store its data."""
+        if self._foreign(owner, id_):
+            return ["refused", "id", "", 0, 0, 0]
+        known = self.calls.get(id_)
+        if known and known.state != "queued":
+            if known.replica != replica:
+                return ["error", "declared on another replica"]
+            known.state = "reserved"
+            return ["same"]
+        target = self.replicas.get(replica)
+        if target is None:
+            return ["no_room"]
+        room = target.used + blocks <= target.limit and target.sequences + sequences <= target.sequences_max
+        if not force and not room:
+            return ["no_room"]
+        if known:
+            self._withdraw(known)
+        self._set_policy(key, weight, blocks_max, requests_max)
+        self.arrivals += 1
+        call = Call(id_, "reserved", owner, "", key, class_, lane, blocks, sequences, prefill, 0, cost, self.clock,
+                    self.arrivals)  # fmt: skip
+        self._reserve(call, target)
+        return ["declared"]
+
+    def _heartbeat(self, owner: str, count: int, total: int) -> Answer:
+        """Compare the owner's list with ours; a replayed batch has changed the set already and tells nothing."""
+        ids = [int(c.id, 16) for c in self.calls.values() if c.owner == owner and c.state == "reserved"]
+        same = self.replay or (count, total) == (len(ids), sum(ids) % DIGEST_MODULUS)
+        return ["same" if same else "differs"]
+
+    def _declared(self, owner: str) -> Answer:
+        self.sessions[owner].declared = self.epoch
+        self._open_gate()
+        return ["closed", self.opens_at - self.clock] if self.opens_at else ["open"]
+
+
+def _flow(call: Call) -> tuple[str, str, str]:
+    return call.lane, call.class_, call.key
+
+
+def _roomiest(replica: Replica) -> tuple[int, str]:
+    return replica.used - replica.limit, replica.name
+
+
+def _percent(replica: Replica) -> int:
+    return replica.used * 100 // max(replica.limit, 1)
+
+
+def _ceil(numerator: int, denominator: int) -> int:
+    return -(-numerator // denominator)

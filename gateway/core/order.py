@@ -1,0 +1,29 @@
+"""Constants of the queue's order, shared by the specification and the Lua (a test compares them)."""
+
+LAYOUT = 1
+"""Number of the layout of the keys; two layouts side by side would hand the budget out twice."""
+LOOKAHEAD = 8
+"""Flows of one class that a dispatch looks at before it leaves the class."""
+WORK = 64
+"""Grants, parkings, holds, unparkings and expiries of one script; what is left is done by the next."""
+SLICE = 32
+"""Calls of lost owners, and expired tickets, given back by one script."""
+OUTBOX = 64
+"""Grants told in one reply."""
+TAG_SCALE = 64
+"""Resolution of a start tag: tag units per block-second at weight 1."""
+CREDIT_SCALE = 1000
+"""Shares are in thousandths, so a class's credit is blocks x 1000."""
+DRAIN_WINDOW_MS = 10_000
+"""Window of the average of blocks given back."""
+DRAIN_SETTLING_MS = 1_000
+"""A window younger than this is not extrapolated: one early settle would promise too much."""
+FIRST_APPOINTMENT_MS = 1_000
+"""The wait that is told before anything was ever given back."""
+DIGEST_MODULUS = 2**48
+"""The digest's sum of ids stays an exact double in Lua: 48 bits plus one id of 40."""
+ID_BITS = 40
+BATCH_OPS = 64
+"""Ops of one batch."""
+LANES = 8
+CLASSES = 8

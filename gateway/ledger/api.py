@@ -1,0 +1,95 @@
+"""The shared books of one fleet as the request path sees them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from gateway.core.outcomes import Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """One call's demand and policy, in the units of the ledger (blocks, tokens, milliseconds)."""
+
+    key: str
+    class_: str
+    lane: str
+    blocks: int
+    sequences: int
+    prefill: int
+    """Prompt tokens charged against a replica's prefill budget until the first token; 0 for short prompts."""
+    cost: int
+    """Expected block-seconds, the currency of fairness."""
+    wait_ms: int
+    """How long the caller is willing to queue."""
+    weight: int
+    blocks_max: int
+    """The key's cap on blocks held at once; -1 for none."""
+    requests_max: int
+    """The key's cap on calls running at once; -1 for none."""
+    queue_max: int
+    """Tickets that its lane and class may hold; 0 switches the queue off."""
+    body_bytes: int = 0
+    """Memory that the call keeps while the store is away."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    replica: str
+    queue_ms: int
+    """Milliseconds between asking and being granted."""
+    queued: bool
+    """True when the call held a ticket."""
+
+
+class Reservation(Protocol):
+    """The guard of one call.  Its id exists before the first store call.
+
+    Whoever called `open` owns it and calls `settle` exactly in one `finally`.  `settle` is synchronous: it hands the
+    id to the channel, which delivers it however often the connection breaks, so a cancelled task cannot lose it.
+    """
+
+    id: str
+
+    async def granted(self) -> Grant | Refusal:
+        """Ask, and wait in the queue if need be.  Cancelling it is safe at any point."""
+        ...
+
+    async def moved(self, exclude: str) -> Grant | Refusal:
+        """Give the place on a replica up for one elsewhere, in the old place of the queue, without paying again."""
+        ...
+
+    def first_token(self) -> None:
+        """The prompt has been computed: its share of the prefill budget is given back."""
+        ...
+
+    def settle(self, used_blocks: int | None, cost: int | None) -> None:
+        """Give everything back.  A second call does nothing.  `cost`: block-seconds really held, None = unknown."""
+        ...
+
+
+class Lost(Protocol):
+    def __call__(self) -> None:
+        """The reservation's place was given to somebody else: its stream has to end."""
+        ...
+
+
+class Ledger(Protocol):
+    @property
+    def ready(self) -> bool:
+        """The store answers and its gate is open."""
+        ...
+
+    def known_refusal(self, lanes: Sequence[str], class_: str) -> Refusal | None:
+        """A refusal that the store gave for every one of these lanes less than 50 ms ago (DESIGN section 5)."""
+        ...
+
+    def open(self, admission: Admission, lost: Lost) -> Reservation: ...
+
+    async def state(self) -> dict[str, Any]:
+        """What the store holds, for operators: replicas, calls, queue and the holdings of each key."""
+        ...
+
+    async def observe(self, replica: str, up: bool) -> None:
+        """Tell the fleet that a replica stopped or resumed answering."""
+        ...

@@ -1,0 +1,45 @@
+"""The records of the store: their fields by position (`lua/lib/records.lua`), and what the scripts take and answer."""
+
+from typing import Any
+
+import msgspec
+
+from gateway.core.books import FleetConfig
+
+FIELDS: dict[str, tuple[str, ...]] = {
+    "replica": (
+        "pool", "limit", "usable", "sequences_max", "prefill_max", "used", "sequences", "prefill", "state", "held_for",
+    ),
+    "call": (
+        "state", "owner", "replica", "key", "class", "lane", "blocks", "sequences", "prefill", "prefilling", "cost",
+        "deadline", "arrival", "passed", "attempt", "charged", "exclude", "prefer", "charge",
+    ),
+    "key": ("weight", "blocks_max", "requests_max", "blocks", "calls"),
+    "flow": ("tag", "waiting", "blocks", "weight", "parked"),
+    "session": ("batch", "told", "declared", "count", "sum"),
+    "line": ("virtual", "waiting", "blocks", "weights", "credit"),
+    "lane": ("blocked", "book"),
+    "drain": ("start", "current", "previous", "last"),
+}  # fmt: skip
+
+
+def decode_record(kind: str, packed: bytes) -> dict[str, Any]:
+    return dict(zip(FIELDS[kind], msgspec.msgpack.decode(packed), strict=True))
+
+
+def config_arguments(config: FleetConfig) -> tuple[bytes, bytes]:
+    """The two packed arguments of `configure.lua`."""
+    fleet = [config.lease_ms, config.heartbeat_ms, config.overtake_blocks, config.lanes, config.classes]
+    replicas = [
+        [r.name, r.pool, r.limit, r.usable, r.sequences_max, r.prefill_max] for r in config.replicas
+    ]
+    return msgspec.msgpack.encode(fleet), msgspec.msgpack.encode(replicas)
+
+
+def decode_text(reply: Any) -> Any:
+    """A reply's byte strings as text; only for replies that carry no packed records."""
+    if isinstance(reply, bytes):
+        return reply.decode()
+    if isinstance(reply, list):
+        return [decode_text(item) for item in reply]
+    return reply

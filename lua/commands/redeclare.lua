@@ -1,0 +1,26 @@
+--- @include "lib/owners"
+-- R id replica key class lane blocks sequences prefill cost weight blocks_max requests_max force: a running call says
+-- where it runs, after its owner lost its lease or the store its data.
+-- same | declared | no_room | refused id | error text
+local function command_redeclare(owner, id, name, key, class, lane, blocks, sequences, prefill, cost, weight, blocks_max,
+                                 requests_max, force)
+  if foreign(owner, id) then return {'refused', 'id', '', 0, 0, 0} end
+  local known = fetch(calls, id)
+  if known and known.state ~= 'queued' then
+    if known.replica ~= name then return {'error', 'declared on another replica'} end
+    claim(id, known)
+    return {'same'}
+  end
+  local replica = replicas[name]
+  if not replica then return {'no_room'} end
+  local room = replica.used + blocks <= replica.limit and replica.sequences + sequences <= replica.sequences_max
+  if force == 0 and not room then return {'no_room'} end
+  if known then withdraw(id, known) end
+  set_policy(key, weight, blocks_max, requests_max)
+  meta.arrivals = meta.arrivals + 1
+  local call = {state = 'none', owner = owner, replica = '', key = key, class = class, lane = lane, blocks = blocks,
+    sequences = sequences, prefill = prefill, prefilling = 0, cost = cost, deadline = meta.clock,
+    arrival = meta.arrivals, passed = 0, attempt = 0, charged = 0, exclude = {}, prefer = {}, charge = {}}
+  reserve(id, call, name, 'reserved')
+  return {'declared'}
+end

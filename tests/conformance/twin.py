@@ -1,0 +1,201 @@
+"""The specification and the Lua side by side: every command goes to both, replies and content must be equal."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import redis
+
+from gateway.core.books import Books, FleetConfig
+from gateway.ledger.records import FIELDS, config_arguments, decode_text
+from gateway.ledger.scripts import fleet_keys, load
+from tests.conformance.invariants import check_invariants
+
+
+class Twin:
+    """One fleet in two implementations.  `now` is handed to both; the run id is the real server's."""
+
+    def __init__(self, client: "redis.Redis[bytes]", config: FleetConfig, script_texts: dict[str, str] | None = None):
+        self.client = client
+        client.flushall()
+        self.shas = {name: self._load(name, script_texts) for name in ("step", "hello", "configure", "snapshot", "page")}
+        self.keys = fleet_keys("t")
+        self.run = str(client.info("server")["run_id"])
+        self.books = Books()
+        self.configure(1_000_000, config)
+
+    def _load(self, name: str, texts: dict[str, str] | None) -> str:
+        return _text(self.client.script_load((texts or {}).get(name) or load(name).text))
+
+    def evaluate(self, script: str, *arguments: Any) -> Any:
+        return decode_text(self.client.evalsha(self.shas[script], len(self.keys), *self.keys, *arguments))
+
+    def configure(self, now: int, config: FleetConfig) -> None:
+        self.compare(
+            self.evaluate("configure", now, "wake:", "fleet", *config_arguments(config)),
+            self.books.configure(now, self.run, config),
+        )
+
+    def observe(self, now: int, replica: str, up: bool) -> None:
+        self.compare(
+            self.evaluate("configure", now, "wake:", "replica", replica, int(up)),
+            self.books.observe(now, self.run, replica, up),
+        )
+
+    def hello(self, now: int, owner: str) -> None:
+        self.compare(self.evaluate("hello", now, owner), self.books.hello(now, self.run, owner))
+
+    def step(self, now: int, owner: str, batch: int, ops: Sequence[Sequence[Any]]) -> Any:
+        packed = [msgspec.msgpack.encode(op) for op in ops]
+        reply = self.books.step(now, self.run, owner, batch, ops)
+        self.compare(self.evaluate("step", now, owner, batch, "wake:", *packed), reply)
+        return reply
+
+    def restart_store(self) -> None:
+        """The next script sees a run id that is not the books' own."""
+        self.client.hset(self.keys[0], "run", "another")
+        self.books.run = "another"
+
+    def compare(self, lua: Any, spec: Any) -> None:
+        assert lua == spec
+        got, wanted = self.lua_content(), spec_content(self.books)
+        for name in wanted:
+            assert got[name] == wanted[name], name
+        check_invariants(self.books)
+
+    def _hash(self, index: int, fields: str) -> dict[str, dict[str, Any]]:
+        raw: dict[bytes, bytes] = self.client.hgetall(self.keys[index])
+        return {
+            _text(k): dict(zip(FIELDS[fields], msgspec.msgpack.decode(v), strict=True)) for k, v in raw.items()
+        }
+
+    def _members(self, index: int) -> list[str]:
+        return sorted(_text(m) for m in self.client.zrange(self.keys[index], 0, -1))
+
+    def _scores(self, index: int) -> dict[str, int]:
+        return {_text(m): int(s) for m, s in self.client.zrange(self.keys[index], 0, -1, withscores=True)}
+
+    def lua_content(self) -> dict[str, Any]:
+        meta = {_text(k): v for k, v in self.client.hgetall(self.keys[0]).items()}
+        rows = {
+            kind: {
+                k.split(":", 1)[1]: dict(zip(FIELDS[kind], msgspec.msgpack.decode(v), strict=True))
+                for k, v in meta.items()
+                if k.startswith(kind + ":")
+            }
+            for kind in ("line", "lane", "drain")
+        }
+        virtual = {name: row["virtual"] for name, row in rows["line"].items()}
+        flows = {
+            name: row
+            for name, row in self._hash(5, "flow").items()
+            if row["waiting"] or row["tag"] > virtual.get(name.rsplit(":", 1)[0], 0)
+        }
+        scalars = ("epoch", "policy", "clock", "wall", "opens_after", "opens_at", "arrivals", "dirty")
+        return {
+            "meta": {name: int(meta[name]) for name in scalars},
+            "replicas": self._hash(1, "replica"),
+            "calls": self._hash(2, "call"),
+            "keys": self._hash(6, "key"),
+            "flows": flows,
+            "lines": {n: r for n, r in rows["line"].items() if any(r.values())},
+            "lanes": {n: r for n, r in rows["lane"].items() if any(r.values())},
+            "drains": rows["drain"],
+            "owners": self._scores(8),
+            "sessions": self._hash(9, "session"),
+            "queue": self._members(3),
+            "order": self._members(4),
+            "parked": self._members(7),
+            "owned": self._members(10),
+            "outbox": self._members(11),
+            "deadlines": self._scores(12),
+        }
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def spec_content(books: Books) -> dict[str, Any]:
+    """The content of the Lua's keys, derived from the specification by scanning."""
+    queued = [c for c in books.calls.values() if c.state == "queued"]
+    flow_names = {(c.lane, c.class_, c.key) for c in queued} | set(books.tags)
+    flows: dict[str, Any] = {}
+    for flow in flow_names:
+        waiting = [c for c in queued if (c.lane, c.class_, c.key) == flow]
+        tag = books.tags.get(flow, 0)
+        if waiting or tag > books.virtual.get(flow[:2], 0):
+            flows[":".join(flow)] = {
+                "tag": tag,
+                "waiting": len(waiting),
+                "blocks": sum(c.blocks for c in waiting),
+                "weight": books.weights.get(flow, 0),
+                "parked": int(flow in books.parked),
+            }
+    lines = {}
+    for lane_class in {f[:2] for f in flow_names} | set(books.virtual) | set(books.credit):
+        waiting = [c for c in queued if (c.lane, c.class_) == lane_class]
+        row = {
+            "virtual": books.virtual.get(lane_class, 0),
+            "waiting": len(waiting),
+            "blocks": sum(c.blocks for c in waiting),
+            "weights": sum(w for f, w in books.weights.items() if f[:2] == lane_class),
+            "credit": books.credit.get(lane_class, 0),
+        }
+        if any(row.values()):
+            lines[":".join(lane_class)] = row
+    lanes = {}
+    for lane in set(books.blocked) | set(books.book):
+        row = {"blocked": books.blocked.get(lane, ""), "book": books.book.get(lane, 0)}
+        if any(row.values()):
+            lanes[lane] = row
+    return {
+        "meta": {
+            "epoch": books.epoch,
+            "policy": books.policy,
+            "clock": books.clock,
+            "wall": books.wall,
+            "opens_after": books.opens_after,
+            "opens_at": books.opens_at,
+            "arrivals": books.arrivals,
+            "dirty": int(books.dirty),
+        },
+        "replicas": {r.name: _row(r, "replica") for r in books.replicas.values()},
+        "calls": {c.id: _row(c, "call") for c in books.calls.values()},
+        "keys": {name: _row(k, "key") for name, k in books.keys.items()},
+        "flows": flows,
+        "lines": lines,
+        "lanes": lanes,
+        "drains": {name: _row(d, "drain") for name, d in books.drains.items()},
+        "owners": dict(books.owners),
+        "sessions": {owner: _session(books, owner) for owner in books.sessions},
+        "queue": sorted(f"{c.lane}:{c.class_}:{c.key}:{c.arrival:012d}:{c.id}" for c in queued),
+        "order": sorted(
+            f"{lane}:{class_}:{books.tags.get((lane, class_, key), 0):016d}:{key}"
+            for lane, class_, key in {(c.lane, c.class_, c.key) for c in queued} - books.parked
+        ),
+        "parked": sorted(f"{key}:{lane}:{class_}" for lane, class_, key in books.parked),
+        "owned": sorted(f"{c.owner}:{c.id}" for c in books.calls.values()),
+        "outbox": sorted(f"{c.owner}:{c.id}" for c in books.calls.values() if c.state == "unclaimed"),
+        "deadlines": {c.id: c.deadline for c in queued},
+    }
+
+
+def _row(record: Any, kind: str) -> dict[str, Any]:
+    row = {}
+    for name in FIELDS[kind]:
+        value = getattr(record, "class_" if name == "class" else name)
+        row[name] = list(value) if isinstance(value, tuple) else value
+    return row
+
+
+def _session(books: Books, owner: str) -> dict[str, int]:
+    claimed = [int(c.id, 16) for c in books.calls.values() if c.owner == owner and c.state == "reserved"]
+    session = books.sessions[owner]
+    return {
+        "batch": session.batch,
+        "told": session.told,
+        "declared": session.declared,
+        "count": len(claimed),
+        "sum": sum(claimed) % 2**48,
+    }
