@@ -1,0 +1,186 @@
+"""A request body read without changing a byte of it: its top-level members, where they are, and scalars.
+
+Values stay raw until something asks for them: fields that nobody reads cost one pass at C speed, no objects.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from gateway.core.outcomes import Code, Refusal
+
+MEMBERS_MAX = 1024
+"""Members of one object; a request of vLLM's has about a hundred."""
+NUMBER_BYTES_MAX = 64
+"""Longest literal that is read as a number; every accepted integer has at most 20 digits."""
+SHOWN_CHARS_MAX = 40
+"""How much of a wrong value a message repeats."""
+
+Edit = tuple[int, int, bytes]
+"""Replace `body[start:end]` by these bytes."""
+
+_SPACE = rb"[ \t\n\r]*"
+_KEY = re.compile(_SPACE + rb'("(?:[^"\\]++|\\.)*+")' + _SPACE + b":" + _SPACE, re.DOTALL)
+_NEXT = re.compile(_SPACE + rb"([,}])")
+_ERROR_AT = re.compile(r"\(byte (\d+)\)")
+_NOT_A_NUMBER = re.compile(rb'(?<!\\)"(\w{1,64})"\s*:\s*(-?(?:NaN|Infinity))')
+_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_ANYTHING = msgspec.json.Decoder()
+
+
+class Refused(Exception):
+    """Carries a refusal out of nested readers; `request.parse` turns it back into a value."""
+
+    def __init__(self, code: Code, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.refusal = Refusal(code, message, param)
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One member of an object: its value is `raw`, which is `body[start:end]`."""
+
+    raw: bytes
+    start: int
+    end: int
+
+
+Members = dict[str, Member]
+
+
+def read_members(body: bytes) -> Members:
+    """The members of the object that `body` is, in order.
+
+    Raises Refused: `invalid_json` for anything but one strict JSON object in UTF-8 (no NaN, no nesting deeper
+    than the interpreter's limit), `duplicate_field` for a key that comes twice, however it is escaped, and
+    `invalid_value` for more than MEMBERS_MAX members.
+    """
+    values = _decode_object(body)
+    if len(values) > MEMBERS_MAX:
+        message = f"The body has {len(values)} fields; at most {MEMBERS_MAX} are accepted."
+        raise Refused(Code.INVALID_VALUE, message)
+    found: Members = {}
+    at = body.index(b"{") + 1
+    while key := _KEY.match(body, at):
+        name = _key_text(key[1])
+        member = Member(values[name], key.end(), key.end() + len(values[name]))
+        following = _NEXT.match(body, member.end)
+        if name in found or following is None or not body.startswith(member.raw, member.start):
+            raise Refused(Code.DUPLICATE_FIELD, f"`{shorten(name)}` is given more than once.", shorten(name))
+        found[name] = member
+        at = following.end()
+    return found
+
+
+def read_value(members: Members, name: str) -> Any:
+    """The decoded value of a member; None where it is absent or null."""
+    member = members.get(name)
+    if member is None:
+        return None
+    try:
+        return _ANYTHING.decode(member.raw)
+    except msgspec.ValidationError:
+        raise Refused(Code.INVALID_VALUE, f"`{name}` holds a number out of range.", name) from None
+    except (msgspec.DecodeError, RecursionError):
+        raise Refused(Code.INVALID_JSON, f"`{name}` is not valid JSON text.", name) from None
+
+
+def read_integer(members: Members, name: str, minimum: int, maximum: int) -> int | None:
+    """An integer within the bounds; 10.0 counts as 10, null as absent; anything else is refused."""
+    member = members.get(name)
+    if member is None or member.raw == b"null":
+        return None
+    value = _integer(member.raw)
+    if value is None or not minimum <= value <= maximum:
+        wanted = f"an integer from {minimum} to {maximum}"
+        raise Refused(Code.INVALID_VALUE, f"`{name}` must be {wanted}, got {shown(member)}.", name)
+    return value
+
+
+def read_boolean(members: Members, name: str, param: str = "") -> bool:
+    """True or false; null and absent are false.  `param` is the field that `name` is nested in, if any."""
+    member = members.get(name)
+    if member is None or member.raw in (b"false", b"null"):
+        return False
+    if member.raw != b"true":
+        message = f"`{name}` must be true or false, got {shown(member)}."
+        raise Refused(Code.INVALID_VALUE, message, param or name)
+    return True
+
+
+def shown(member: Member) -> str:
+    """A wrong value as a message may repeat it."""
+    return shorten(member.raw[: 4 * SHOWN_CHARS_MAX].decode(errors="replace"))
+
+
+def shorten(text: str) -> str:
+    return text if len(text) <= SHOWN_CHARS_MAX else text[: SHOWN_CHARS_MAX - 3] + "..."
+
+
+def is_given(members: Members, name: str) -> bool:
+    """Present and not null."""
+    return name in members and members[name].raw != b"null"
+
+
+def splice(body: bytes, edits: Iterable[Edit]) -> bytes:
+    """`body` with the edits applied, which must not overlap; edits at one place keep their order."""
+    pieces: list[bytes] = []
+    at = 0
+    for start, end, text in sorted(edits, key=lambda edit: edit[0]):
+        pieces += (body[at:start], text)
+        at = end
+    return b"".join((*pieces, body[at:]))
+
+
+def append_member(body: bytes, name: str, value: bytes) -> Edit:
+    """The edit that adds a member at the end of an object that has some already."""
+    end = body.rindex(b"}")
+    return end, end, b',"%s":%s' % (name.encode(), value)
+
+
+def _decode_object(body: bytes) -> dict[str, bytes]:
+    """The last value of every key.
+
+    A value is self-delimiting, so a key whose first place does not hold exactly these bytes comes twice.
+    """
+    try:
+        if not body.isascii():
+            body.decode()
+        values = _OBJECT.decode(body)
+    except msgspec.ValidationError:
+        raise Refused(Code.INVALID_JSON, "The body must be a JSON object.") from None
+    except RecursionError:
+        raise Refused(Code.INVALID_JSON, "The body is nested too deeply.") from None
+    except UnicodeDecodeError as error:
+        raise Refused(Code.INVALID_JSON, f"The body is not UTF-8 (byte {error.start}).") from None
+    except msgspec.DecodeError as error:
+        raise _malformed(body, error) from None
+    return {name: bytes(value) for name, value in values.items()}
+
+
+def _malformed(body: bytes, error: msgspec.DecodeError) -> Refused:
+    place = _ERROR_AT.search(str(error))
+    at = int(place[1]) if place else 0
+    literal = _NOT_A_NUMBER.search(body[max(0, at - 100) : at + 16])
+    if literal is None:
+        return Refused(Code.INVALID_JSON, f"The body is not valid JSON: {error}.")
+    name = literal[1].decode(errors="replace")
+    return Refused(Code.INVALID_JSON, f"`{name}` is {literal[2].decode()}, which JSON does not have.", name)
+
+
+def _key_text(quoted: bytes) -> str:
+    text: str = _ANYTHING.decode(quoted) if b"\\" in quoted else quoted[1:-1].decode()
+    return text
+
+
+def _integer(raw: bytes) -> int | None:
+    """Exact for integers; None for what is not a number, not finite, or has a fraction."""
+    if len(raw) > NUMBER_BYTES_MAX or raw[0] not in b"-0123456789":
+        return None
+    if raw.lstrip(b"-").isdigit():
+        return int(raw)
+    value = float(raw)
+    return int(value) if value.is_integer() else None

@@ -1,0 +1,87 @@
+"""Frozen facts that rooms report to an observer.  Telemetry listens; nothing else looks back up."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from gateway.core.outcomes import Code, Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class CallEnded:
+    """One call, once, however it ended."""
+
+    request_id: str
+    fleet: str
+    """Empty when the call ended before its fleet was known."""
+    lane: str
+    pool: str
+    replica: str
+    key: str
+    """The configured name of the key, never its secret; empty before authentication."""
+    class_: str
+    outcome: Outcome
+    reason: Code | None
+    status: int
+    refusal_ms: float | None
+    """Last body byte read to answer written, for refusals that never queued."""
+    queue_ms: float
+    reserved_blocks: int
+    unused_blocks: int | None
+    """Blocks reserved but not used, where the engine reported usage."""
+    prompt_tokens_estimated: int
+    prompt_tokens: int | None
+    output_tokens: int | None
+    duration_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    fleet: str
+    pool: str
+    class_: str
+    ttft_ms: float
+    """From the request's last body byte to its first data event, queueing included."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenGap:
+    fleet: str
+    pool: str
+    class_: str
+    gap_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class StoreAnswered:
+    milliseconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class StoreUp:
+    up: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseLost:
+    """This process was fenced: it slept or was cut off past its lease."""
+
+    fleet: str
+
+
+@dataclass(frozen=True, slots=True)
+class Healed:
+    """A difference between this process's reservations and the store's list, found by the digest and mended."""
+
+    fleet: str
+    kind: str
+    """`settled` (the store held what we do not), `redeclared` (we held what the store did not), `error` (an op failed)."""
+    count: int
+
+
+Event = CallEnded | FirstToken | TokenGap | StoreAnswered | StoreUp | LeaseLost | Healed
+
+
+class Observer(Protocol):
+    def __call__(self, event: Event, /) -> None:
+        """Must return at once and never raise."""
+        ...

@@ -1,0 +1,78 @@
+"""Which headers cross the gateway, in each direction.  Names are lower case, as ASGI has them."""
+
+from collections.abc import Iterable
+
+Header = tuple[bytes, bytes]
+
+_HOP_BY_HOP = frozenset(
+    {
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    }
+)
+"""RFC 9110 section 7.6.1, with `proxy-connection` of old clients."""
+
+_NOT_FOR_CLIENTS = _HOP_BY_HOP | {
+    b"server",
+    b"date",
+    b"set-cookie",
+    b"content-length",
+    b"content-encoding",
+    b"x-request-id",
+}
+"""Hop by hop, the engine's own, or no longer true of the decoded and inspected body."""
+
+_FOR_ENGINES = frozenset(
+    {
+        b"content-type",
+        b"accept",
+        b"user-agent",
+        b"traceparent",
+        b"tracestate",
+        b"baggage",
+        b"x-session-id",
+        b"x-claude-code-session-id",
+        b"x-data-parallel-rank",
+        b"endpoint-load-metrics-format",
+    }
+)
+
+
+def answer_headers(raw: Iterable[Header]) -> list[Header]:
+    """The headers of an engine's answer that a client gets; the body they go with is decoded."""
+    headers = [(name.lower(), value) for name, value in raw]
+    hidden = _NOT_FOR_CLIENTS | _named_in_connection(headers)
+    return [
+        (name, value) for name, value in headers if name not in hidden and not name.startswith(b"x-kvgate-")
+    ]
+
+
+def request_headers(client_headers: Iterable[Header], request_id: str, api_key: str | None) -> list[Header]:
+    """The headers that an engine gets: an allow-list of the client's, our request id, the engine's own key.
+
+    A value that is not printable ASCII stays behind: HTTP gives it no meaning that both sides agree on.
+    """
+    headers = [(name.lower(), value) for name, value in client_headers]
+    allowed = _FOR_ENGINES - _named_in_connection(headers)
+    passed = [(name, value) for name, value in headers if name in allowed and _is_plain(value)]
+    passed.append((b"accept-encoding", b"identity"))
+    passed.append((b"x-request-id", request_id.encode("ascii")))
+    if api_key is not None:
+        passed.append((b"authorization", b"Bearer " + api_key.encode("ascii")))
+    return passed
+
+
+def _named_in_connection(headers: Iterable[Header]) -> frozenset[bytes]:
+    values = [value for name, value in headers if name == b"connection"]
+    return frozenset(token.strip().lower() for value in values for token in value.split(b","))
+
+
+def _is_plain(value: bytes) -> bool:
+    return all(32 <= byte < 127 for byte in value)

@@ -1,0 +1,198 @@
+"""What a request's prompt is made of, as far as counting its tokens needs to know."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from gateway.core.body import Members, Refused, is_given, read_value, shown
+from gateway.core.outcomes import Code
+
+PROMPTS_MAX = 1024
+"""Prompts of one call."""
+PIECES_MAX = 10_000
+"""Messages, and texts or media, of one call: each costs about a microsecond on the event loop."""
+
+MESSAGE_TOKENS = 4
+"""Tokens of a message besides its text: start, role, separator and end, as in ChatML and its descendants."""
+NAME_TOKENS = 1
+REPLY_TOKENS = 3
+"""Every reply is primed with start, role and separator."""
+TOOL_TOKENS = 16
+"""A chat template's words around one tool's JSON."""
+MEDIA_TOKENS = 4096
+"""An image, audio or video part, and any part of an unknown type, whatever its bytes."""
+
+_TEXT_KEYS = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "refusal": "refusal",
+    "thinking": "thinking",
+}
+_TEMPLATE_FIELDS = ("documents", "chat_template", "chat_template_kwargs")
+"""Fields of vLLM's chat API, beside messages and tools, that reach the prompt through the chat template."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptText:
+    """One prompt to be counted: the tokens of `texts` plus `fixed_tokens`."""
+
+    texts: tuple[str, ...]
+    fixed_tokens: int
+    utf8_bytes: int
+    """Of the texts together: a byte-level tokenizer never makes more tokens than this."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTokens:
+    """One prompt given as token ids, known exactly."""
+
+    tokens: int
+
+
+Prompt = PromptText | PromptTokens
+
+
+def read_chat(members: Members) -> tuple[Prompt, ...]:
+    """The one prompt that a chat template makes of messages, tools and schemas.  Raises Refused."""
+    messages = read_value(members, "messages")
+    if messages is None:
+        raise Refused(Code.MISSING_FIELD, "`messages` is missing.", "messages")
+    if not isinstance(messages, list) or not messages:
+        raise Refused(Code.INVALID_VALUE, "`messages` must be a non-empty list.", "messages")
+    _check_pieces(len(messages))
+    gathered = _Gathered(fixed_tokens=REPLY_TOKENS)
+    for message in messages:
+        _read_message(message, gathered)
+    _read_tools(members, gathered)
+    return (_prompt_text(gathered.texts, gathered.fixed_tokens),)
+
+
+def read_prompts(members: Members) -> tuple[Prompt, ...]:
+    """The prompts of a completion: a string, strings, token ids, or lists of token ids.  Raises Refused."""
+    if is_given(members, "prompt_embeds"):
+        message = "`prompt_embeds` is not accepted: its tokens cannot be counted before the engine has them."
+        raise Refused(Code.INVALID_VALUE, message, "prompt_embeds")
+    prompt = read_value(members, "prompt")
+    if prompt is None:
+        raise Refused(Code.MISSING_FIELD, "`prompt` is missing.", "prompt")
+    if isinstance(prompt, str):
+        prompt = [prompt]
+    prompts = _read_prompt_list(prompt) if isinstance(prompt, list) else None
+    if prompts is None:
+        message = "`prompt` must be a string, strings, token ids, or lists of token ids, none of them empty."
+        raise Refused(Code.INVALID_VALUE, message, "prompt")
+    return prompts
+
+
+@dataclass(slots=True)
+class _Gathered:
+    """What was found in a chat so far."""
+
+    texts: list[str] = field(default_factory=list)
+    fixed_tokens: int = 0
+    pieces: int = 0
+
+    def add_text(self, value: Any) -> None:
+        self._add_piece()
+        self.texts.append(value if isinstance(value, str) else _compact(value))
+
+    def add_media(self) -> None:
+        self._add_piece()
+        self.fixed_tokens += MEDIA_TOKENS
+
+    def _add_piece(self) -> None:
+        self.pieces += 1
+        _check_pieces(self.pieces)
+
+
+def _check_pieces(count: int) -> None:
+    if count > PIECES_MAX:
+        message = f"`messages` has more than {PIECES_MAX} messages or parts."
+        raise Refused(Code.INVALID_VALUE, message, "messages")
+
+
+def _read_message(message: Any, gathered: _Gathered) -> None:
+    """Any field but the role may be shown by a chat template."""
+    if not isinstance(message, dict):
+        raise Refused(Code.INVALID_VALUE, "Every one of `messages` must be an object.", "messages")
+    gathered.fixed_tokens += MESSAGE_TOKENS
+    for name, value in message.items():
+        if name == "role" or value is None:
+            continue
+        if name == "name":
+            gathered.fixed_tokens += NAME_TOKENS
+        if name == "content":
+            _read_content(value, gathered)
+        else:
+            gathered.add_text(value)
+
+
+def _read_content(content: Any, gathered: _Gathered) -> None:
+    if isinstance(content, str):
+        gathered.add_text(content)
+    elif isinstance(content, list):
+        for part in content:
+            _read_part(part, gathered)
+    else:
+        raise Refused(Code.INVALID_VALUE, "`content` must be a string or a list of parts.", "messages")
+
+
+def _read_part(part: Any, gathered: _Gathered) -> None:
+    """Media are charged a fixed number: their bytes say nothing of their tokens."""
+    if isinstance(part, str):
+        gathered.add_text(part)
+        return
+    if not isinstance(part, dict):
+        raise Refused(Code.INVALID_VALUE, "Every part of a `content` list must be an object.", "messages")
+    kind = str(part.get("type"))
+    text = part.get(_TEXT_KEYS.get(kind, "text"))
+    if isinstance(text, str):
+        gathered.add_text(text)
+    if kind not in _TEXT_KEYS or not isinstance(text, str):
+        gathered.add_media()
+
+
+def _read_tools(members: Members, gathered: _Gathered) -> None:
+    """Tools, response schemas and whatever else a chat template shows, as compact JSON."""
+    for name in ("tools", "functions"):
+        tools = read_value(members, name)
+        if tools is None:
+            continue
+        if not isinstance(tools, list):
+            raise Refused(Code.INVALID_VALUE, f"`{name}` must be a list, got {shown(members[name])}.", name)
+        gathered.add_text(tools)
+        gathered.fixed_tokens += TOOL_TOKENS * len(tools)
+    response_format = read_value(members, "response_format")
+    if isinstance(response_format, dict) and response_format.get("json_schema") is not None:
+        gathered.add_text(response_format["json_schema"])
+    for name in _TEMPLATE_FIELDS:
+        if is_given(members, name):
+            gathered.add_text(read_value(members, name))
+
+
+def _read_prompt_list(prompt: list[Any]) -> tuple[Prompt, ...] | None:
+    """None for what is not a prompt: empty, mixed, or of another type."""
+    kinds = set(map(type, prompt))
+    if kinds == {int}:
+        return (PromptTokens(len(prompt)),)
+    if len(prompt) > PROMPTS_MAX:
+        message = f"`prompt` has {len(prompt)} prompts; a call may have {PROMPTS_MAX}."
+        raise Refused(Code.TOO_MANY_SEQUENCES, message, "prompt")
+    if kinds == {str} and all(prompt):
+        return tuple(_prompt_text([text]) for text in prompt)
+    if kinds == {list} and all(set(map(type, ids)) == {int} for ids in prompt):
+        return tuple(PromptTokens(len(ids)) for ids in prompt)
+    return None
+
+
+def _prompt_text(texts: Sequence[str], fixed_tokens: int = 0) -> PromptText:
+    utf8_bytes = sum(len(text) if text.isascii() else len(text.encode()) for text in texts)
+    return PromptText(tuple(texts), fixed_tokens, utf8_bytes)
+
+
+def _compact(value: Any) -> str:
+    """JSON without white space or needless escapes, as chat templates show it."""
+    return msgspec.json.encode(value).decode()

@@ -1,0 +1,193 @@
+"""The few fields of a request that matter, and the two changes that are made to it on its way upstream."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from gateway.core.body import (
+    Edit,
+    Members,
+    Refused,
+    append_member,
+    read_boolean,
+    read_integer,
+    read_members,
+    read_value,
+    shown,
+    splice,
+)
+from gateway.core.outcomes import Code, Refusal
+from gateway.core.prompt import Prompt, read_chat, read_prompts
+
+INTEGER_MAX = 2**31 - 1
+"""vLLM keeps these numbers in 32 bits."""
+SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
+SEQUENCES_MAX = 1024
+"""Sequences of one call: prompts x choices."""
+
+
+class Endpoint(StrEnum):
+    CHAT = "/v1/chat/completions"
+    COMPLETIONS = "/v1/completions"
+
+
+LIMIT_FIELDS = {
+    Endpoint.CHAT: ("max_completion_tokens", "max_tokens"),
+    Endpoint.COMPLETIONS: ("max_tokens",),
+}
+"""Where vLLM reads the output limit, the winner first.  On completions it ignores `max_completion_tokens`."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    endpoint: Endpoint
+    body: bytes
+    """As the client sent it."""
+    model: str | None
+    stream: bool
+    include_usage_asked: bool
+    """The client itself asked for the usage frame at the end of its stream."""
+    continuous_usage: bool
+    """The client asked for usage in every frame."""
+    output_limit: int | None
+    """What the client allows one sequence to generate; None where it leaves that open."""
+    limit_field: str
+    """The field that `output_limit` came from, or the one that is added."""
+    limit_spans: tuple[tuple[int, int], ...]
+    """Where the body holds values of output limits."""
+    usage_edit: Edit | None
+    min_tokens: int
+    truncate_prompt_tokens: int | None
+    """The engine cuts longer prompts to this; -1: to what its context leaves beside the output limit."""
+    sequences_per_prompt: int
+    prompts: tuple[Prompt, ...]
+    """Every prompt becomes sequences of its own, which share blocks with no other prompt's."""
+
+    @property
+    def sequences(self) -> int:
+        return len(self.prompts) * self.sequences_per_prompt
+
+    @property
+    def prompt_field(self) -> str:
+        return "messages" if self.endpoint is Endpoint.CHAT else "prompt"
+
+
+def parse(endpoint: Endpoint, body: bytes, n_max: int) -> GenerationRequest | Refusal:
+    """Read and check a body; fields that do not matter here are left for the engine to judge.
+
+    A refusal names the field, its value (shortened) and the limit; its `param` is the field.
+    """
+    try:
+        return _parse(endpoint, body, n_max)
+    except Refused as refused:
+        return refused.refusal
+
+
+def forward(request: GenerationRequest, output_limit: int) -> bytes:
+    """The client's bytes with `output_limit` written in, and usage asked for on a stream; nothing else."""
+    number = b"%d" % output_limit
+    edits = [(start, end, number) for start, end in request.limit_spans]
+    if not edits:
+        edits = [append_member(request.body, request.limit_field, number)]
+    if request.usage_edit is not None:
+        edits.append(request.usage_edit)
+    return splice(request.body, edits)
+
+
+def _parse(endpoint: Endpoint, body: bytes, n_max: int) -> GenerationRequest:
+    members = read_members(body)
+    stream = read_boolean(members, "stream")
+    usage = _read_stream_options(members, body) if stream else (False, False, None)
+    limit_field, output_limit = _read_output_limit(members, endpoint)
+    min_tokens = _read_min_tokens(members, limit_field, output_limit)
+    per_prompt = _read_sequences(members, n_max)
+    _check_the_rest(members, endpoint)
+    prompts = read_chat(members) if endpoint is Endpoint.CHAT else read_prompts(members)
+    if len(prompts) * per_prompt > SEQUENCES_MAX:
+        message = f"{len(prompts)} prompts of {per_prompt} sequences each; a call may have {SEQUENCES_MAX}."
+        raise Refused(Code.TOO_MANY_SEQUENCES, message, "n" if len(prompts) == 1 else "prompt")
+    return GenerationRequest(
+        endpoint=endpoint,
+        body=body,
+        model=_read_model(members),
+        stream=stream,
+        include_usage_asked=usage[0],
+        continuous_usage=usage[1],
+        output_limit=output_limit,
+        limit_field=limit_field,
+        limit_spans=tuple((members[f].start, members[f].end) for f in LIMIT_FIELDS[endpoint] if f in members),
+        usage_edit=usage[2],
+        min_tokens=min_tokens,
+        truncate_prompt_tokens=read_integer(members, "truncate_prompt_tokens", -1, INTEGER_MAX),
+        sequences_per_prompt=per_prompt,
+        prompts=prompts,
+    )
+
+
+def _read_model(members: Members) -> str | None:
+    model = read_value(members, "model")
+    if model is None or isinstance(model, str):
+        return model
+    raise Refused(Code.INVALID_VALUE, f"`model` must be a string, got {shown(members['model'])}.", "model")
+
+
+def _read_stream_options(members: Members, body: bytes) -> tuple[bool, bool, Edit | None]:
+    """Did the client ask for usage, for usage in every frame, and what to change so that it is reported."""
+    if "stream_options" not in members:
+        return False, False, append_member(body, "stream_options", b'{"include_usage":true}')
+    options = members["stream_options"]
+    if options.raw == b"null":
+        return False, False, (options.start, options.end, b'{"include_usage":true}')
+    if options.raw[:1] != b"{":
+        message = f"`stream_options` must be an object, got {shown(options)}."
+        raise Refused(Code.INVALID_VALUE, message, "stream_options")
+    inner = read_members(options.raw)
+    asked = read_boolean(inner, "include_usage", "stream_options")
+    continuous = read_boolean(inner, "continuous_usage_stats", "stream_options")
+    return asked, continuous, _usage_edit(options.start, options.end, inner)
+
+
+def _usage_edit(start: int, end: int, inner: Members) -> Edit:
+    """Set `include_usage` inside the `stream_options` at `body[start:end]`, whose members are `inner`."""
+    given = inner.get("include_usage")
+    if given is not None:
+        return start + given.start, start + given.end, b"true"
+    return end - 1, end - 1, b',"include_usage":true' if inner else b'"include_usage":true'
+
+
+def _read_output_limit(members: Members, endpoint: Endpoint) -> tuple[str, int | None]:
+    values = {f: read_integer(members, f, 1, INTEGER_MAX) for f in ("max_completion_tokens", "max_tokens")}
+    fields = LIMIT_FIELDS[endpoint]
+    for name in fields:
+        if values[name] is not None:
+            return name, values[name]
+    return fields[0], None
+
+
+def _read_sequences(members: Members, n_max: int) -> int:
+    """`best_of` counts although today's vLLM ignores it: older engines really run that many."""
+    read_boolean(members, "use_beam_search")
+    most = 1
+    for name in ("n", "best_of"):
+        value = read_integer(members, name, 1, INTEGER_MAX) or 1
+        if value > n_max:
+            message = f"`{name}` is {value}; this gateway accepts at most {n_max}."
+            raise Refused(Code.TOO_MANY_SEQUENCES, message, name)
+        most = max(most, value)
+    return most
+
+
+def _read_min_tokens(members: Members, limit_field: str, output_limit: int | None) -> int:
+    value = read_integer(members, "min_tokens", 0, INTEGER_MAX) or 0
+    if output_limit is not None and value > output_limit:
+        message = f"`min_tokens` is {value}, more than `{limit_field}`, which is {output_limit}."
+        raise Refused(Code.INVALID_VALUE, message, "min_tokens")
+    return value
+
+
+def _check_the_rest(members: Members, endpoint: Endpoint) -> None:
+    """Numbers that only the engine uses, but which must not reach it when they are out of any range."""
+    read_integer(members, "seed", SEED_MIN, SEED_MAX)
+    read_integer(members, "top_logprobs", 0, INTEGER_MAX)
+    is_flag = "logprobs" in members and members["logprobs"].raw in (b"true", b"false")
+    if not (is_flag and endpoint is Endpoint.CHAT):
+        read_integer(members, "logprobs", 0, INTEGER_MAX)

@@ -1,0 +1,284 @@
+"""Which lane a call goes to and what it asks for there, or why it can never be served."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from gateway.core.blocks import BlockShape, demand_blocks
+from gateway.core.estimate import Demand, call_cost, prefill_share
+from gateway.core.outcomes import Code, Refusal
+from gateway.core.request import Endpoint, GenerationRequest
+
+COMPLETIONS_OUTPUT_TOKENS = 16
+"""What vLLM gives a completion that sets no `max_tokens`."""
+NO_POOL_RETRY_MS = 1000
+"""Capacity is discovered by scraping, about once a second."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolShape:
+    """The replicas of a fleet for one range of prompt lengths."""
+
+    name: str
+    max_prompt_tokens: int | None
+    """Longest prompt that is sent here; None for no bound but the context."""
+    max_model_len: int
+    block_size: int
+    usable_max: int
+    """Usable blocks (`num_gpu_blocks - 1`) of its largest replica."""
+    sequences_max: int
+    """Sequences that one replica runs at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetShape:
+    """What routing needs to know of a fleet."""
+
+    name: str
+    model: str
+    names: frozenset[str]
+    """Every model name that the fleet answers to."""
+    default_output_tokens: int
+    """Output limit of a chat call that sets none."""
+    max_output_tokens: int | None
+    token_factor: float
+    speculative_tokens: int
+    share_prompt_of_n: bool
+    pools: tuple[PoolShape, ...]
+    """By rising `max_prompt_tokens`, None last."""
+    lanes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Lane to the pools that its calls may use; a pool's lane has its name, and by default only that pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyLimits:
+    """What the operator allows one key."""
+
+    context_tokens_max: int | None = None
+    max_output_tokens: int | None = None
+    blocks_max: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A call as it would run in a pool: prompts as the engine cuts them, output limit as it fits there."""
+
+    pool: PoolShape
+    shape: BlockShape
+    prompts: tuple[int, ...]
+    output_tokens: int
+    clamped: bool
+    blocks: int
+
+    def can_hold(self, request: GenerationRequest) -> bool:
+        """True when an idle replica of the pool has room for the call."""
+        return self.blocks <= self.pool.usable_max and request.sequences <= self.pool.sequences_max
+
+
+def route(
+    fleet: FleetShape, request: GenerationRequest, prompt_tokens: Sequence[int], limits: KeyLimits
+) -> Demand | Refusal:
+    """The demand of a call whose prompts have these estimated token counts, in their order.
+
+    The lane is that of the first pool whose bound takes the longest prompt and which can ever hold the call.
+    A call that no pool holds with its whole output limit goes where most of that fits, and the limit is
+    clamped.
+    """
+    output_tokens = _output_limit(fleet, request, limits)
+    if isinstance(output_tokens, Refusal):
+        return output_tokens
+    refusal = _context_not_cleared(request, prompt_tokens, limits)
+    if refusal is not None:
+        return refusal
+    measured = _measured(fleet, request, prompt_tokens, output_tokens)
+    held = sorted((p for p in measured if p.can_hold(request)), key=lambda place: -place.output_tokens)
+    if not held:
+        return _never_fits(fleet, request, prompt_tokens, measured)
+    if request.min_tokens > held[0].output_tokens:
+        return _too_little_output(request, held[0])
+    demand = _demand(request, held[0])
+    if limits.blocks_max is not None and demand.unshared_blocks > limits.blocks_max:
+        needed = f"The call needs {demand.unshared_blocks} KV blocks"
+        message = f"{needed}; `blocks_max` of its key is {limits.blocks_max}."
+        return Refusal(Code.KEY_CAP_EXCEEDED, message, should_retry=False)
+    return demand
+
+
+def hopeless(fleet: FleetShape, request: GenerationRequest, low: int, limits: KeyLimits) -> Refusal | None:
+    """The refusal that `route` is bound to give if the longest prompt has `low` tokens or more, if any.
+
+    `low` comes from `token_bounds`, so this needs no count.  None also where a longer prompt may need fewer
+    blocks: with a shared prompt, and for a key's cap on blocks, since pools may differ in block size.
+    """
+    if _shares(fleet, request):
+        return None
+    answer = route(fleet, request, _at_least(request, low), limits)
+    if isinstance(answer, Demand) or answer.code is Code.KEY_CAP_EXCEEDED:
+        return None
+    return answer
+
+
+def candidate_lanes(
+    fleet: FleetShape, request: GenerationRequest, low: int, high: int, limits: KeyLimits
+) -> tuple[str, ...]:
+    """Every lane that `route` may choose for a call whose longest prompt has `low` to `high` tokens.
+
+    As a prompt grows the call moves to later pools, until none holds it unclamped; then any that takes the
+    prompt may be the roomiest.  A shared prompt's blocks do not always grow with it: there any pool may do.
+    """
+    output_tokens = _output_limit(fleet, request, limits)
+    if isinstance(output_tokens, Refusal):
+        return ()
+    shortest = _measured(fleet, request, _at_least(request, low), output_tokens)
+    longest = _measured(fleet, request, [high] * len(request.prompts), output_tokens)
+    lanes = [place.pool.name for place in shortest]
+    last = _first_unclamped(request, longest)
+    if last is None or _shares(fleet, request):
+        return tuple(lanes)
+    first = _first_unclamped(request, shortest)
+    assert first is not None
+    return tuple(lanes[lanes.index(first) : lanes.index(last) + 1])
+
+
+def _output_limit(fleet: FleetShape, request: GenerationRequest, limits: KeyLimits) -> int | Refusal:
+    if not fleet.pools:
+        message = f"No engine of `{fleet.name}` has told its capacity yet."
+        return Refusal(Code.NO_BACKEND, message, retry_ms=NO_POOL_RETRY_MS)
+    owners = {"the key": limits.max_output_tokens, "the model": fleet.max_output_tokens}
+    caps = {owner: cap for owner, cap in owners.items() if cap is not None}
+    asked, field_ = request.output_limit, request.limit_field
+    if asked is None:
+        is_chat = request.endpoint is Endpoint.CHAT
+        return min([fleet.default_output_tokens if is_chat else COMPLETIONS_OUTPUT_TOKENS, *caps.values()])
+    context = max(pool.max_model_len for pool in fleet.pools)
+    if asked > context:
+        over = f"{field_}={asked} cannot be greater than max_model_len={context}"
+        return Refusal(Code.INVALID_VALUE, f"{over}. Please request fewer output tokens.", field_)
+    for owner, cap in caps.items():
+        if asked > cap:
+            message = f"`{field_}` is {asked}; `max_output_tokens` of {owner} is {cap}."
+            return Refusal(Code.OUTPUT_LIMIT_EXCEEDED, message, field_)
+    return asked
+
+
+def _context_not_cleared(
+    request: GenerationRequest, prompt_tokens: Sequence[int], limits: KeyLimits
+) -> Refusal | None:
+    longest = max(_as_cut(request, prompt_tokens, max(prompt_tokens)))
+    cleared = limits.context_tokens_max
+    if cleared is None or longest <= cleared:
+        return None
+    message = (
+        f"The prompt has at least {longest} tokens (estimated); `context_tokens_max` of its key is {cleared}."
+    )
+    return Refusal(Code.CONTEXT_NOT_CLEARED, message, request.prompt_field, should_retry=False)
+
+
+def _measured(
+    fleet: FleetShape, request: GenerationRequest, prompt_tokens: Sequence[int], output_tokens: int
+) -> list[_Place]:
+    """The call in every pool that takes prompts of its length, in the order of the pools."""
+    places = (_measure(fleet, pool, request, prompt_tokens, output_tokens) for pool in fleet.pools)
+    return [place for place in places if place is not None]
+
+
+def _measure(
+    fleet: FleetShape,
+    pool: PoolShape,
+    request: GenerationRequest,
+    prompt_tokens: Sequence[int],
+    output_tokens: int,
+) -> _Place | None:
+    shape = _lane_shape(fleet, pool)
+    prompts = _as_cut(request, prompt_tokens, shape.max_model_len - output_tokens)
+    longest = max(prompts)
+    if longest > _prompt_tokens_max(pool, shape):
+        return None
+    fitting = min(output_tokens, shape.max_model_len - longest)
+    blocks = demand_blocks(prompts, request.sequences_per_prompt, fitting, shape, fleet.share_prompt_of_n)
+    return _Place(pool, shape, prompts, fitting, fitting < output_tokens, blocks)
+
+
+def _lane_shape(fleet: FleetShape, pool: PoolShape) -> BlockShape:
+    """What holds in every pool of the lane: the shortest context, and blocks counted by the smallest size."""
+    names = fleet.lanes.get(pool.name, (pool.name,))
+    pools = [p for p in fleet.pools if p.name in names]
+    return BlockShape(
+        max_model_len=min(p.max_model_len for p in pools),
+        block_size=min(p.block_size for p in pools),
+        speculative_tokens=fleet.speculative_tokens,
+    )
+
+
+def _prompt_tokens_max(pool: PoolShape, shape: BlockShape) -> int:
+    """The longest prompt the pool takes; the context must leave room for one token of output."""
+    room = shape.max_model_len - 1
+    return room if pool.max_prompt_tokens is None else min(room, pool.max_prompt_tokens)
+
+
+def _as_cut(request: GenerationRequest, prompt_tokens: Sequence[int], left: int) -> tuple[int, ...]:
+    """The prompts as the engine cuts them for `truncate_prompt_tokens`, where -1 stands for `left`."""
+    most = request.truncate_prompt_tokens
+    if most is None:
+        return tuple(prompt_tokens)
+    most = max(1, left if most < 0 else most)
+    return tuple(min(tokens, most) for tokens in prompt_tokens)
+
+
+def _at_least(request: GenerationRequest, low: int) -> tuple[int, ...]:
+    """The shortest prompts of a call whose longest has `low` tokens."""
+    return (low, *(1 for _ in request.prompts[1:]))
+
+
+def _shares(fleet: FleetShape, request: GenerationRequest) -> bool:
+    return fleet.share_prompt_of_n and len(request.prompts) == 1 and request.sequences_per_prompt > 1
+
+
+def _first_unclamped(request: GenerationRequest, places: Sequence[_Place]) -> str | None:
+    return next((p.pool.name for p in places if not p.clamped and p.can_hold(request)), None)
+
+
+def _demand(request: GenerationRequest, place: _Place) -> Demand:
+    total = sum(place.prompts)
+    unshared = demand_blocks(
+        place.prompts, request.sequences_per_prompt, place.output_tokens, place.shape, share_prompt_of_n=False
+    )
+    return Demand(
+        lane=place.pool.name,
+        sequences=request.sequences,
+        prompt_tokens=total,
+        longest_prompt_tokens=max(place.prompts),
+        output_tokens=place.output_tokens,
+        blocks=place.blocks,
+        block_size=place.shape.block_size,
+        unshared_blocks=unshared,
+        prefill=prefill_share(total),
+        cost=call_cost(unshared, total, place.output_tokens),
+    )
+
+
+def _too_little_output(request: GenerationRequest, place: _Place) -> Refusal:
+    message = (
+        f"`min_tokens` is {request.min_tokens}; the call may generate at most {place.output_tokens} tokens."
+    )
+    return Refusal(Code.INVALID_VALUE, message, "min_tokens")
+
+
+def _never_fits(
+    fleet: FleetShape, request: GenerationRequest, prompt_tokens: Sequence[int], measured: Sequence[_Place]
+) -> Refusal:
+    if not measured:
+        most = max(_prompt_tokens_max(pool, _lane_shape(fleet, pool)) for pool in fleet.pools)
+        prompt = f"The prompt has at least {max(prompt_tokens)} tokens (estimated)"
+        message = f"{prompt}; `{fleet.model}` takes at most {most}."
+        return Refusal(Code.CONTEXT_LENGTH_EXCEEDED, message, request.prompt_field, should_retry=False)
+    most = max(place.pool.sequences_max for place in measured)
+    if request.sequences > most:
+        message = f"The call has {request.sequences} sequences; an engine runs at most {most} at once."
+        return Refusal(Code.TOO_MANY_SEQUENCES, message, "n", should_retry=False)
+    roomiest = max(measured, key=lambda place: place.pool.usable_max)
+    message = (
+        f"The call needs {roomiest.blocks} KV blocks ({request.sequences} x prompt of up to "
+        f"{max(roomiest.prompts)} tokens + {roomiest.output_tokens} of output); the largest engine has "
+        f"{roomiest.pool.usable_max}."
+    )
+    return Refusal(Code.CONTEXT_LENGTH_EXCEEDED, message, request.prompt_field, should_retry=False)

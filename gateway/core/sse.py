@@ -1,0 +1,260 @@
+"""What an engine's answer says about itself: started, used, finished, or failed behind a status of 200.
+
+A vLLM engine reports failure as success: an error event in a 200 stream, `finish_reason: "abort"`, or
+`[DONE]` with no choice at all.  The inspector sees every event of a stream on its way to the client and
+changes no byte of what it passes on.
+"""
+
+import json
+import re
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated, Any
+
+import msgspec
+
+EVENT_BYTES_MAX = 1_048_576
+"""The longest event; an incomplete one is held in memory until it ends."""
+
+DONE_EVENT = b"data: [DONE]\n\n"
+
+_EVENT_END = re.compile(rb"\n\r?\n")
+"""A blank line.  Only LF and CR LF end a line: U+2028, U+0085 and their like are text inside JSON."""
+
+_END_BYTES_MAX = 3
+
+
+class Failure(StrEnum):
+    """How an engine failed under a status of 200."""
+
+    ERROR = "the engine sent an error"
+    ABORTED = "the engine aborted the call"
+    EMPTY = "the engine ended the stream without any choice"
+    UNFINISHED = "the stream ended without [DONE]"
+    EVENT_TOO_LONG = "an event of the stream is too long"
+    NOT_JSON = "the answer is not a JSON object"
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens as the engine counted them."""
+
+    prompt_tokens: int
+    completion_tokens: int | None
+    """None where the kind of call produces no output tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFacts:
+    """What the JSON body of a 200 says."""
+
+    usage: Usage | None
+    failure: Failure | None
+
+
+_Tokens = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+
+
+class _Counts(msgspec.Struct):
+    prompt_tokens: _Tokens | None = None
+    completion_tokens: _Tokens | None = None
+
+
+class _Choice(msgspec.Struct):
+    finish_reason: str | None = None
+
+
+class _Frame(msgspec.Struct):
+    """The fields of an answer that tell its fate; the rest is skipped without being decoded."""
+
+    choices: list[_Choice] | None = None
+    usage: _Counts | None = None
+    error: Any = None
+    object: str | None = None
+
+    @property
+    def failure(self) -> Failure | None:
+        if self.error is not None or self.object == "error":
+            return Failure.ERROR
+        for choice in self.choices or ():
+            if choice.finish_reason == "abort":
+                return Failure.ABORTED
+        return None
+
+    @property
+    def counted(self) -> Usage | None:
+        if self.usage is None or self.usage.prompt_tokens is None:
+            return None
+        return Usage(self.usage.prompt_tokens, self.usage.completion_tokens)
+
+
+_FRAMES = msgspec.json.Decoder(_Frame)
+
+
+def _decode(data: bytes) -> _Frame | None:
+    """The telling fields of a JSON object, those of an unknown shape left out; None for anything else.
+
+    Decoding costs less than searching for the telling words first.  The standard library reads what the fast
+    decoder refuses and engines do write: half a surrogate pair, `-Infinity` as a log probability.
+    """
+    try:
+        return _FRAMES.decode(data)
+    except msgspec.DecodeError:
+        pass
+    try:
+        fields = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    return _salvage(fields) if isinstance(fields, dict) else None
+
+
+def _salvage(fields: dict[str, Any]) -> _Frame:
+    frame = _Frame(error=fields.get("error"))
+    for name, kind in (("choices", list[_Choice]), ("usage", _Counts), ("object", str)):
+        with suppress(msgspec.ValidationError):
+            setattr(frame, name, msgspec.convert(fields.get(name), kind | None))
+    return frame
+
+
+def inspect_answer(body: bytes) -> AnswerFacts:
+    """Read the body of a 200 that is not a stream."""
+    frame = _decode(body)
+    if frame is None:
+        return AnswerFacts(None, Failure.NOT_JSON)
+    return AnswerFacts(frame.counted, frame.failure)
+
+
+class StreamInspector:
+    """Follows one server-sent event stream, whatever way its bytes are cut.
+
+    `feed` returns what may go to the client: whole events, byte for byte, up to the first failure.  From a
+    failure on it returns nothing; the failed event and what follows are kept, and the caller decides: ask
+    another engine where nothing was forwarded, send `relayable_failure` where that is not empty, else write an
+    error event of its own.  The outcome depends on the bytes alone, never on the cuts.
+    """
+
+    def __init__(self, *, drop_usage: bool = False, event_bytes_max: int = EVENT_BYTES_MAX) -> None:
+        """`drop_usage` takes out the `choices: []` usage event, for a client that did not ask for it."""
+        self.started = False
+        """A data event has come that is neither an error nor `[DONE]`; comments do not count."""
+        self.usage: Usage | None = None
+        """From the last event that had it."""
+        self.events = 0
+        """Data events with a choice: about the output tokens, for a stream that ends without usage."""
+        self.done = False
+        self.failure: Failure | None = None
+        self._drop_usage = drop_usage
+        self._event_bytes_max = event_bytes_max
+        self._overlong = False
+        """An event passed the bound: what follows cannot be told apart and is not read."""
+        self._held = bytearray()
+        self._after_failure = bytearray()
+
+    @property
+    def failure_bytes(self) -> bytes:
+        """The failed event and the whole events after it, as they came; at most two events' worth."""
+        return bytes(self._after_failure)
+
+    @property
+    def relayable_failure(self) -> bytes:
+        """The engine's own error event, closed by `[DONE]`; empty where it sent none."""
+        if self.failure is not Failure.ERROR or not self._after_failure:
+            return b""
+        return self.failure_bytes + (b"" if self.done else DONE_EVENT)
+
+    def feed(self, data: bytes) -> bytes:
+        """Take the next bytes and return those to forward."""
+        if self._overlong:
+            return b""
+        if self._held:
+            seam = bytes(self._held[1 - _END_BYTES_MAX :]) + data
+            if _EVENT_END.search(seam) is None:
+                self._hold(data)
+                return b""
+            data = bytes(self._held) + data
+            self._held.clear()
+        forward: list[bytes] = []
+        start = 0
+        while end := _EVENT_END.search(data, start):
+            event = data[start : end.end()]
+            start = end.end()
+            if len(event) > self._event_bytes_max:
+                self._give_up()
+                return b"".join(forward)
+            if not self._passes(event):
+                continue
+            if self.failure is None:
+                forward.append(event)
+            else:
+                self._keep(event)
+        self._hold(data[start:])
+        return b"".join(forward)
+
+    def finish(self) -> bytes:
+        """Judge the end of the stream and return what is left to forward: bytes after the last blank line."""
+        rest, self._held = bytes(self._held), bytearray()
+        keep = self._passes(rest) if rest else False
+        if self.failure is None and not self.done:
+            self.failure = Failure.UNFINISHED
+        return rest if keep and self.failure is None else b""
+
+    def _hold(self, data: bytes) -> None:
+        """Wait for the end of an event, within bounds."""
+        if len(self._held) + len(data) <= self._event_bytes_max:
+            self._held += data
+            return
+        self._give_up()
+
+    def _give_up(self) -> None:
+        self._overlong = True
+        self._held.clear()
+        self._fail(Failure.EVENT_TOO_LONG)
+
+    def _keep(self, event: bytes) -> None:
+        if len(self._after_failure) + len(event) <= 2 * self._event_bytes_max:
+            self._after_failure += event
+
+    def _fail(self, failure: Failure) -> None:
+        if self.failure is None:
+            self.failure = failure
+
+    def _passes(self, event: bytes) -> bool:
+        """Note what one event says; False when the client must not see it."""
+        payload = _data_of(event)
+        if payload is None:
+            return True
+        if payload == b"[DONE]":
+            self.done = True
+            if not self.events:
+                self._fail(Failure.EMPTY)
+            return True
+        return self._passes_frame(_decode(payload) or _Frame())
+
+    def _passes_frame(self, frame: _Frame) -> bool:
+        self.usage = frame.counted or self.usage
+        failure = frame.failure
+        if failure is not None:
+            self._fail(failure)
+            return True
+        if frame.choices == [] and frame.usage is not None:
+            return self._passes_usage()
+        self.started = True
+        if frame.choices:
+            self.events += 1
+        return True
+
+    def _passes_usage(self) -> bool:
+        """The engine's closing count; before any choice it only announces an empty `[DONE]`."""
+        if not self.events:
+            self._fail(Failure.EMPTY)
+            return True
+        return not self._drop_usage
+
+
+def _data_of(event: bytes) -> bytes | None:
+    """The data of an event, its lines joined; None for an event of comments or other fields only."""
+    if event.startswith(b"data:") and b"\ndata:" not in event:
+        return event[5:].partition(b"\n")[0].strip()
+    lines = [line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:")]
+    return b"\n".join(lines) if lines else None

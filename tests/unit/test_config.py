@@ -1,0 +1,444 @@
+"""Settings: what a file, the environment and the defaults give together, and the one line that a mistake gets."""
+
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gateway.config import ConfigError, KeyEntry, Settings, load, load_keys, load_secrets, without_password
+
+CLASSES = ("high", "normal", "low")
+
+
+def small() -> dict[str, Any]:
+    return {"fleets": [{"model": "demo", "pools": [{"name": "all", "replicas": ["http://engine:8000"]}]}]}
+
+
+def two_pools() -> dict[str, Any]:
+    pools = [
+        {"name": "short", "max_prompt_tokens": 4096, "replicas": ["http://s0:8000", "http://s1:8000"]},
+        {"name": "long", "replicas": [{"url": "http://l0:8000", "max_num_seqs": 128}]},
+    ]
+    return {"fleets": [{"model": "demo", "pools": pools}]}
+
+
+def loaded(tmp_path: Path, content: Any, **environ: str) -> Settings:
+    path = tmp_path / "kvgate.yaml"
+    path.write_text(content if isinstance(content, str) else yaml.safe_dump(content, sort_keys=False))
+    return load(path, environ)
+
+
+def problem(tmp_path: Path, content: Any, **environ: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        loaded(tmp_path, content, **environ)
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+def with_(content: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """`content` with the value at a path such as `fleets.0.name`."""
+    *parts, last = [int(part) if part.isdecimal() else part for part in path.split(".")]
+    here: Any = content
+    for part in parts:
+        here = here[part] if isinstance(part, int) else here.setdefault(part, {})
+    here[last] = value
+    return content
+
+
+def test_defaults_are_those_of_the_design(tmp_path: Path) -> None:
+    settings = loaded(tmp_path, small())
+    assert (settings.store.url, settings.store.lease_seconds, settings.store.heartbeat_seconds) == (
+        "embedded",
+        6,
+        1,
+    )
+    assert (settings.store.hold_calls_max, settings.store.hold_bytes_max) == (256, 67_108_864)
+    assert (settings.server.body_bytes_max, settings.server.n_max) == (8_388_608, 16)
+    assert settings.auth.keys_file == str(tmp_path / "keys.yaml")
+    classes = [(c.name, c.share, c.depth_max, c.seconds_max) for c in settings.classes]
+    assert classes == [("high", 0, 1_000, 30), ("normal", 0.2, 1_000, 30), ("low", 0.1, 1_000, 300)]
+    fleet = settings.fleets[0]
+    assert (fleet.name, fleet.default_output_tokens, fleet.safe_fraction) == ("demo", 1_024, 0.95)
+    assert fleet.lanes == {"all": ("all",)}
+
+
+def test_classes_take_the_bounds_of_the_queue(tmp_path: Path) -> None:
+    content = small() | {"queue": {"depth_max": 7, "seconds_max": 5}}
+    classes = loaded(tmp_path, content).classes
+    assert [(c.depth_max, c.seconds_max) for c in classes] == [(7, 5), (7, 5), (7, 300)]
+
+
+def test_a_queue_switched_off_by_a_variable_is_off_in_every_class(tmp_path: Path) -> None:
+    settings = loaded(tmp_path, small(), KVGATE_QUEUE__DEPTH_MAX="0")
+    assert [c.depth_max for c in settings.classes] == [0, 0, 0]
+
+
+def test_the_default_class_is_normal_or_the_lowest(tmp_path: Path) -> None:
+    assert loaded(tmp_path, small()).default_class == "normal"
+    assert loaded(tmp_path, small() | {"classes": [{"name": "gold"}, {"name": "tin"}]}).default_class == "tin"
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("meta-llama/Llama-3.3-70B-Instruct", "llama-3-3-70b-instruct"),
+        ("/models/Qwen_2/", "qwen-2"),
+        ("m" * 60, "m" * 40),
+    ],
+)
+def test_a_fleet_is_named_from_its_model(tmp_path: Path, model: str, name: str) -> None:
+    assert loaded(tmp_path, with_(small(), "fleets.0.model", model)).fleets[0].name == name
+
+
+@pytest.mark.parametrize(
+    ("url", "stored", "name"),
+    [
+        ("http://vllm-0:8000", "http://vllm-0:8000", "vllm-0-8000"),
+        ("https://Engine.Example/", "https://engine.example", "engine-example-443"),
+        ("http://[::1]:9", "http://[::1]:9", "1-9"),
+        (f"http://{'a' * 60}:8000", f"http://{'a' * 60}:8000", f"{'a' * 35}-8000"),
+    ],
+)
+def test_a_replica_is_named_from_host_and_port(tmp_path: Path, url: str, stored: str, name: str) -> None:
+    content = with_(small(), "fleets.0.pools.0.replicas.0", url)
+    replica = loaded(tmp_path, content).fleets[0].pools[0].replicas[0]
+    assert (replica.url, replica.name) == (stored, name)
+
+
+def test_every_pool_has_a_lane(tmp_path: Path) -> None:
+    content = with_(two_pools(), "fleets.0.lanes", {"short": ["short", "long"]})
+    assert loaded(tmp_path, content).fleets[0].lanes == {"short": ("short", "long"), "long": ("long",)}
+
+
+def test_anchors_are_copies(tmp_path: Path) -> None:
+    text = """
+    fleets:
+      - model: a
+        pools: [{name: x, max_prompt_tokens: 5, replicas: &r [{url: http://a:1}]}]
+      - {model: b, pools: [{name: x, replicas: *r}]}
+    """
+    settings = loaded(tmp_path, text, KVGATE_FLEETS__1__POOLS__0__REPLICAS__0__URL="http://b:1")
+    assert [fleet.pools[0].replicas[0].url for fleet in settings.fleets] == ["http://a:1", "http://b:1"]
+
+
+# Messages ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "starts"),
+    [
+        ("stoer", {}, "stoer: unknown setting"),
+        ("server.body_bytes", 1, "server.body_bytes: unknown setting"),
+        ("server.n_max", 0, "server.n_max: expected whole number >= 1, got 0"),
+        ("server.n_max", 129, "server.n_max: expected whole number <= 128, got 129"),
+        ("server.n_max", True, "server.n_max: expected whole number, got True"),
+        ("server.n_max", 2**70, "server.n_max: expected whole number <= 128"),
+        ("server.body_seconds", "30s", "server.body_seconds: expected number, got '30s'"),
+        ("queue.depth_max", -1, "queue.depth_max: expected whole number >= 0, got -1"),
+        ("queue.seconds_max", 0, "queue.seconds_max: expected number > 0"),
+        ("store.heartbeat_seconds", 3, "store.heartbeat_seconds: 3 has to be under half of store.lease_seconds (6)"),
+        ("store.on_outage", "share", "store.on_outage: share is not supported yet"),
+        ("store.on_outage", "panic", "store.on_outage: has to be one of hold, refuse, got 'panic'"),
+        ("store.on_lease_lost", "x", "store.on_lease_lost: has to be one of cut, keep"),
+        ("store.url", "redis+sentinel://h1:26379,h2:26379/m/0", "store.url: redis+sentinel:// is not supported yet"),
+        ("store.url", "redis+cluster://h1:6379", "store.url: redis+cluster:// is not supported yet"),
+        ("store.url", "http://h", "store.url: has to be embedded or start with"),
+        ("store.url", "unix://", "store.url: names no socket"),
+        ("store.url", "redis://h:99999", "store.url: is not a URL with a port"),
+        ("store.url", "redis://h/zero", "store.url: has to be redis://host:port/number"),
+        ("store.url", "redis://h?ssl=1", "store.url: may have no parameter but db"),
+        ("answers.overload_status", 500, "answers.overload_status: has to be one of 429, 503, 529, got 500"),
+        ("answers.keepalive_seconds", 15, "answers.keepalive_seconds: 15 is not supported yet, only 0 (off)"),
+        ("log.level", "loud", "log.level: has to be one of debug, info, warning, error, got 'loud'"),
+        ("upstream.ca_file", "none.pem", "upstream.ca_file: no such file"),
+        ("classes", [], "classes: expected list of length >= 1, got a list of 0"),
+        ("classes", [{"name": "a", "share": 0.1}], "classes[0].share: 0.1, but the highest class"),
+        ("classes", [{"name": "a"}, {"name": "a"}], "classes[1].name: class 'a' is already classes[0].name"),
+        ("classes", [{"name": str(i), "share": 0.5 * (i > 0)} for i in range(3)], "classes: their shares sum to 1"),
+        ("classes", [{"name": str(i)} for i in range(9)], "classes: expected list of length <= 8"),
+        ("fleets", [], "fleets: expected list of length >= 1"),
+        ("fleets.0.name", "No_Caps", "fleets[0].name: expected text matching '[a-z0-9-]{0,40}', got 'No_Caps'"),
+        ("fleets.0.model", "///", "fleets[0].name: missing"),
+        ("fleets.0.safe_fraction", 0, "fleets[0].safe_fraction: expected number > 0"),
+        ("fleets.0.safe_fraction", 1.1, "fleets[0].safe_fraction: expected number <= 1.0, got 1.1"),
+        ("fleets.0.token_factor", 0.4, "fleets[0].token_factor: expected number >= 0.5"),
+        ("fleets.0.max_output_tokens", 9, "fleets[0].default_output_tokens: 1024 is over max_output_tokens (9)"),
+        ("fleets.0.aliases", ["x", "x"], "fleets[0].aliases[1]: alias 'x' is already"),
+        ("fleets.0.aliases", ["demo"], "fleets[0].aliases: 'demo' is the model itself"),
+        ("fleets.0.lanes", {"short": ["shrt"]}, "fleets[0].lanes.short: unknown pool 'shrt', known are short, long"),
+        ("fleets.0.lanes", {"x": ["short"]}, "fleets[0].lanes.x: a lane is named as the pool"),
+        ("fleets.0.lanes", {"short": []}, "fleets[0].lanes.short: names no pool"),
+        ("fleets.0.lanes", {"short": ["long"] * 2}, "fleets[0].lanes.short[1]: pool 'long' is already"),
+        ("fleets.0.pools.0.max_prompt_tokens", None, "fleets[0].pools[0].max_prompt_tokens: missing; only the last"),
+        ("fleets.0.pools.1.max_prompt_tokens", 4096, "fleets[0].pools[1].max_prompt_tokens: 4096 has to be over"),
+        ("fleets.0.pools.1.name", "short", "fleets[0].pools[1].name: pool 'short' is already"),
+        ("fleets.0.pools.0.replicas", [], "fleets[0].pools[0].replicas: expected list of length >= 1"),
+        ("fleets.0.pools.0.replicas.1", "ftp://h:1", "fleets[0].pools[0].replicas[1].url: has to start with http"),
+        ("fleets.0.pools.0.replicas.1", "http://h:1/v1", "fleets[0].pools[0].replicas[1].url: has to be scheme, host"),
+        ("fleets.0.pools.0.replicas.1", "http://u:p@h", "fleets[0].pools[0].replicas[1].url: has to be scheme, host"),
+        ("fleets.0.pools.0.replicas.1", "http://:1", "fleets[0].pools[0].replicas[1].url: names no host"),
+        ("fleets.0.pools.0.replicas.1", "http://h h", "fleets[0].pools[0].replicas[1].url: is empty, or holds"),
+        ("fleets.0.pools.1.replicas.0", "http://S0:8000/", "fleets[0].pools[1].replicas[0].url: http://s0:8000 is"),
+        ("fleets.0.pools.1.replicas.0.name", "s0-8000", "fleets[0].pools[1].replicas[0].name: replica 's0-8000'"),
+        ("fleets.0.pools.1.replicas.0.num_gpu_blocks", 1, "fleets[0].pools[1].replicas[0].num_gpu_blocks: expected"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_named(tmp_path: Path, path: str, value: Any, starts: str) -> None:
+    text = problem(tmp_path, with_(two_pools(), path, value))
+    assert text.startswith(starts)
+
+
+def test_a_mistake_is_located(tmp_path: Path) -> None:
+    text = "fleets:\n- model: demo\n  pools:\n  - name: all\n    replicas: [{url: 'http://a', nmae: b}]\n"
+    assert problem(tmp_path, text).endswith("replicas[0].nmae: unknown setting (kvgate.yaml line 5)")
+    missing = problem(tmp_path, "fleets:\n- name: x\n")
+    assert missing == "fleets[0].model: missing (kvgate.yaml line 2)"
+
+
+@pytest.mark.parametrize("name", ["first", "Demo"])
+def test_a_name_leads_to_one_fleet(tmp_path: Path, name: str) -> None:
+    other = {"model": "other", "aliases": [name], "pools": [{"name": "p", "replicas": ["http://o:1"]}]}
+    content = with_(small(), "fleets.0.name", "first")
+    content["fleets"][0]["model"] = "Demo"
+    content["fleets"].append(other)
+    assert problem(tmp_path, content).startswith(f"fleets[1]: the name '{name}' already belongs to fleets[0]")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("fleets: [", "kvgate.yaml line 2: not YAML"),
+        ("log: {level: info}\nadmin: {}\nlog: {}\n", "kvgate.yaml line 3: key 'log' is already on line 1"),
+        ("queue: {depth_max: 1, depth_max: 2}", "key 'depth_max' is already on line 1"),
+        ("queue: &a {depth_max: *a}", "an anchor that contains itself"),
+        ("queue: {seconds_max: .inf}", ".inf is not a finite number"),
+        ("queue: {seconds_max: .NaN}", ".NaN is not a finite number"),
+        ("queue: {seconds_max: 1.0e+400}", "1.0e+400 is not a finite number"),
+        ("on: 1", "a key that is not text"),
+        ("? [a]\n: 1", "a key that is not text"),
+        ("- a", "the file does not hold settings by name"),
+        ("x: !!python/object:os.system {}", "not YAML"),
+        ("[" * 5_000, "kvgate.yaml"),
+        ("x: \x01", "kvgate.yaml"),
+        ("", "fleets: missing"),
+        ("store:\nfleets:\n", "fleets: expected list, got nothing"),
+    ],
+)
+def test_what_yaml_allows_and_settings_do_not(tmp_path: Path, text: str, expected: str) -> None:
+    assert expected in problem(tmp_path, text)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.yaml: cannot be read: No such file"):
+        load(tmp_path / "none.yaml", {})
+
+
+# Environment ------------------------------------------------------------------------------------------------------
+
+
+def test_variables_win_over_the_file(tmp_path: Path) -> None:
+    settings = loaded(
+        tmp_path,
+        two_pools() | {"store": {"url": "embedded"}},
+        KVGATE_STORE__URL="redis://:p%23s@h:6379/1",
+        KVGATE_AUTH__REQUIRED="false",
+        KVGATE_CLASSES__1__SHARE="0.3",
+        KVGATE_FLEETS__0__MODEL="other",
+        KVGATE_FLEETS__0__ALIASES__0="nick",
+        KVGATE_FLEETS__0__POOLS__0__REPLICAS__1__NUM_GPU_BLOCKS="512",
+        PATH="/bin",
+    )
+    assert settings.store.url == "redis://:p%23s@h:6379/1"
+    assert settings.auth.required is False
+    assert settings.classes[1].share == 0.3
+    assert settings.fleets[0].models == ("other", "nick")
+    assert settings.fleets[0].pools[0].replicas[1].num_gpu_blocks == 512
+    assert settings.fleets[0].pools[0].replicas[1].url == "http://s1:8000"
+
+
+def test_variables_alone_are_enough(tmp_path: Path) -> None:
+    environ = {f"KVGATE_FLEETS__0__POOLS__0__REPLICAS__{i}": f"http://e{i}:1" for i in range(12)}
+    settings = loaded(
+        tmp_path, "", KVGATE_FLEETS__0__MODEL="m", KVGATE_FLEETS__0__POOLS__0__NAME="p", **environ
+    )
+    urls = [replica.url for replica in settings.fleets[0].pools[0].replicas]
+    assert urls == [f"http://e{i}:1" for i in range(12)]
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "expected"),
+    [
+        ("KVGATE_FOO", "1", "foo: unknown setting (from KVGATE_FOO)"),
+        ("KVGATE_STORE__URLS", "1", "store.urls: unknown setting (from KVGATE_STORE__URLS)"),
+        ("KVGATE_QUEUE__DEPTH_MAX", "many", "got 'many' (from KVGATE_QUEUE__DEPTH_MAX)"),
+        ("KVGATE_QUEUE__DEPTH_MAX", "[1]", "KVGATE_QUEUE__DEPTH_MAX: holds a list"),
+        ("KVGATE_QUEUE__DEPTH_MAX", "@", "KVGATE_QUEUE__DEPTH_MAX: is not a plain YAML value"),
+        ("KVGATE_FLEETS__7__MODEL", "m", "KVGATE_FLEETS__7__MODEL: names no setting: fleets has 1 entries"),
+        ("KVGATE_FLEETS__X__MODEL", "m", "KVGATE_FLEETS__X__MODEL: names no setting"),
+        (
+            "KVGATE_FLEETS__0__MODEL__X",
+            "m",
+            "KVGATE_FLEETS__0__MODEL__X: names no setting: fleets[0].model is",
+        ),
+        ("KVGATE_STORE____URL", "m", "KVGATE_STORE____URL: names no setting"),
+        ("KVGATE_", "m", "KVGATE_: names no setting"),
+    ],
+)
+def test_a_variable_that_sets_nothing_is_named(
+    tmp_path: Path, variable: str, value: str, expected: str
+) -> None:
+    assert expected in problem(tmp_path, small(), **{variable: value})
+
+
+def test_variables_that_are_no_settings_are_left_alone(tmp_path: Path) -> None:
+    environ = {
+        "KVGATE_ADMIN_URL": "http://x",
+        "KVGATE_ADMIN_TOKEN": "t",
+        "KVGATE_UPSTREAM_KEY": "sk",
+        "KVGATE_UPSTREAM__API_KEY_ENV": "KVGATE_UPSTREAM_KEY",
+        # what Kubernetes adds beside Services named kvgate and kvgate-valkey
+        "KVGATE_SERVICE_HOST": "10.0.0.1",
+        "KVGATE_SERVICE_PORT_HTTP": "80",
+        "KVGATE_PORT": "tcp://10.0.0.1:80",
+        "KVGATE_PORT_80_TCP_ADDR": "10.0.0.1",
+        "KVGATE_VALKEY_PORT_6379_TCP": "tcp://10.0.0.2:6379",
+    }
+    settings = loaded(tmp_path, small(), **environ)
+    secrets = load_secrets(settings, environ)
+    assert (secrets.admin_token, secrets.upstream_api_key) == ("t", "sk")
+    assert "sk" not in repr(secrets)
+
+
+def test_a_secret_that_is_named_has_to_be_there(tmp_path: Path) -> None:
+    settings = loaded(tmp_path, small() | {"upstream": {"api_key_env": "UPSTREAM_KEY"}})
+    with pytest.raises(ConfigError, match=r"^upstream\.api_key_env: the variable that it names is not set$"):
+        load_secrets(settings, {})
+    with pytest.raises(ConfigError, match="no HTTP header can carry") as caught:
+        load_secrets(settings, {"UPSTREAM_KEY": "two words"})
+    assert "words" not in str(caught.value)
+
+
+def test_an_unset_admin_token_is_none(tmp_path: Path) -> None:
+    assert load_secrets(loaded(tmp_path, small()), {"KVGATE_ADMIN_TOKEN": ""}).admin_token is None
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("store.url", "redis://:hunter2@h/x"),
+        ("store.url", ["redis://:hunter2@h"]),
+        ("upstream.api_key_env", "sk-hunter2"),
+        ("upstream.api_key", "hunter2"),
+        ("fleets.0.pools.0.replicas.0", "http://u:hunter2@h:1"),
+    ],
+)
+def test_secrets_in_the_wrong_place_are_not_repeated(tmp_path: Path, path: str, value: Any) -> None:
+    assert "hunter2" not in problem(tmp_path, with_(small(), path, value))
+
+
+def test_a_password_is_taken_out_of_a_url() -> None:
+    assert without_password("redis://me:secret@h:1/0") == "redis://***@h:1/0"
+    assert without_password("redis://h:1/0") == "redis://h:1/0"
+
+
+# Keys -------------------------------------------------------------------------------------------------------------
+
+
+def digest(text: str) -> str:
+    return sha256(text.encode()).hexdigest()
+
+
+def keys_of(tmp_path: Path, content: Any) -> tuple[KeyEntry, ...]:
+    path = tmp_path / "keys.yaml"
+    path.write_text(content if isinstance(content, str) else yaml.safe_dump(content, sort_keys=False))
+    return load_keys(path, CLASSES)
+
+
+def keys_problem(tmp_path: Path, *entries: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        keys_of(tmp_path, list(entries))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["", "# none yet\n", "keys:\n", "[]", "keys: []"])
+def test_an_empty_file_has_no_keys(tmp_path: Path, content: str) -> None:
+    assert keys_of(tmp_path, content) == ()
+
+
+@pytest.mark.parametrize("wrap", [lambda keys: keys, lambda keys: {"keys": keys}])
+def test_keys_are_read(tmp_path: Path, wrap: Any) -> None:
+    entry = {"name": "team.a", "sha256": digest("a"), "class": "low", "weight": 5, "models": ["demo"]}
+    limits = {"limits": {"requests_max": 0, "blocks_max": 9}}
+    first, second = keys_of(tmp_path, wrap([entry | limits, {"name": "b", "sha256": digest("b")}]))
+    assert (first.class_, first.weight, first.models) == ("low", 5, ("demo",))
+    assert (first.limits.requests_max, first.limits.blocks_max, first.limits.max_output_tokens) == (
+        0,
+        9,
+        None,
+    )
+    assert (second.class_, second.weight, second.models, second.expires_ms) == ("normal", 1, None, None)
+
+
+@pytest.mark.parametrize(
+    ("written", "expected_ms"),
+    [
+        ("2027-01-31", 1_801_353_600_000),
+        ("2027-01-31T01:00:00+01:00", 1_801_353_600_000),
+        ("'2027-01-31T00:00:00.250Z'", 1_801_353_600_250),
+    ],
+)
+def test_expiry_is_kept_as_epoch_milliseconds(tmp_path: Path, written: str, expected_ms: int) -> None:
+    keys = keys_of(tmp_path, f"- {{name: a, sha256: {digest('a')}, expires: {written}}}\n")
+    assert keys[0].expires_ms == expected_ms
+
+
+@pytest.mark.parametrize(
+    ("changes", "starts"),
+    [
+        ({"name": "a:b"}, "keys[0].name: expected text matching"),
+        ({"name": "a" * 65}, "keys[0].name: expected text matching"),
+        ({"sha256": "secret"}, "keys[0].sha256: expected text matching '[0-9a-f]{64}' (keys.yaml line"),
+        ({"class": "gold"}, "keys[0].class: unknown class, known are high, normal, low"),
+        ({"weight": 0}, "keys[0].weight: expected whole number >= 1, got 0"),
+        ({"weight": 1.5}, "keys[0].weight: expected whole number, got 1.5"),
+        ({"limits": {"blocks_max": 0}}, "keys[0].limits.blocks_max: expected whole number >= 1, got 0"),
+        ({"limits": {"requests_max": -1}}, "keys[0].limits.requests_max: expected whole number >= 0, got -1"),
+        ({"expires": "2027-01-31T00:00:00"}, "keys[0].expires: has to be a date"),
+        ({"expires": "soon"}, "keys[0].expires: has to be a date"),
+        ({"expires": 1801353600000}, "keys[0].expires: has to be a date"),
+        ({"secret": "kvg_x"}, "keys[0].secret: unknown setting"),
+    ],
+)
+def test_a_mistake_in_a_key_is_named(tmp_path: Path, changes: dict[str, Any], starts: str) -> None:
+    assert keys_problem(tmp_path, {"name": "a", "sha256": digest("a")} | changes).startswith(starts)
+
+
+def test_keys_are_unique(tmp_path: Path) -> None:
+    a = {"name": "a", "sha256": digest("a")}
+    assert keys_problem(tmp_path, a, a | {"sha256": digest("b")}).startswith(
+        "keys[1].name: key 'a' is already"
+    )
+    text = keys_problem(tmp_path, a, a | {"name": "b"})
+    assert text.startswith("keys[1].sha256: is also that of keys[0] (keys.yaml line 4)")
+
+
+def test_a_secret_pasted_into_the_file_is_not_repeated(tmp_path: Path) -> None:
+    assert "kvg_hunter2" not in keys_problem(tmp_path, "kvg_hunter2")
+    assert "kvg_hunter2" not in keys_problem(tmp_path, {"name": "a", "sha256": "kvg_hunter2"})
+    with pytest.raises(ConfigError) as caught:
+        keys_of(tmp_path, "kvg_hunter2")
+    assert "kvg_hunter2" not in str(caught.value)
+
+
+def test_keys_of_a_group_share_its_limits(tmp_path: Path) -> None:
+    a = {"name": "a", "sha256": digest("a"), "group": "team", "limits": {"blocks_max": 5}}
+    b = {"name": "b", "sha256": digest("b"), "group": "team"}
+    assert [key.limits.blocks_max for key in keys_of(tmp_path, [b, a])] == [5, 5]
+    differing = b | {"limits": {"blocks_max": 6}}
+    assert keys_problem(tmp_path, a, differing).startswith("keys[1].limits: differ from those of keys[0]")
+    outside = {"name": "team", "sha256": digest("c")}
+    assert keys_problem(tmp_path, a, outside).startswith("keys[0].group: 'team' is the name of a key outside")

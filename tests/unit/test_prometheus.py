@@ -1,0 +1,218 @@
+"""Metrics: names and labels that dashboards rely on, and bounded series whatever clients send."""
+
+import random
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from gateway.core.events import (
+    CallEnded,
+    Event,
+    FirstToken,
+    Healed,
+    LeaseLost,
+    StoreAnswered,
+    StoreUp,
+    TokenGap,
+)
+from gateway.core.outcomes import Code, Outcome
+from gateway.telemetry.prometheus import Metrics
+
+FLEETS = {"llama": {"short": ["s0", "s1"], "long": ["l0"]}, "qwen": {"all": ["q0"]}}
+CLASSES = ("high", "normal", "low")
+
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def metrics(inflight: dict[str, int] | None = None) -> Metrics:
+    return Metrics(FLEETS, CLASSES, lambda: inflight or {})
+
+
+def samples(source: Metrics) -> Samples:
+    """Every sample; a series that is there twice is an error."""
+    found: Samples = {}
+    for family in text_string_to_metric_families(source.render().decode()):
+        for sample in family.samples:
+            series = sample.name, frozenset(sample.labels.items())
+            assert series not in found
+            found[series] = sample.value
+    return found
+
+
+def value(source: Metrics, name: str, **labels: str) -> float | None:
+    named = {("class" if label == "class_" else label): text for label, text in labels.items()}
+    return samples(source).get((name, frozenset(named.items())))
+
+
+def ended(**changes: Any) -> CallEnded:
+    usual: dict[str, Any] = {
+        "request_id": "r", "fleet": "llama", "lane": "short", "pool": "short", "replica": "s0", "key": "team-a", "class_": "normal",
+        "outcome": Outcome.COMPLETED, "reason": None, "status": 200, "refusal_ms": None, "queue_ms": 40.0,
+        "reserved_blocks": 10, "unused_blocks": 3, "prompt_tokens_estimated": 150, "prompt_tokens": 100,
+        "output_tokens": 5, "duration_ms": 900.0,
+    }  # fmt: skip
+    return CallEnded(**(usual | changes))
+
+
+def test_a_completed_call_is_counted_with_what_it_left() -> None:
+    source = metrics()
+    source(ended())
+    place = {"fleet": "llama", "pool": "short"}
+    calls = {"outcome": "completed", "reason": "", "class_": "normal"} | place
+    assert value(source, "kvgate_admission_requests_total", **calls) == 1
+    waited = value(source, "kvgate_queue_wait_seconds_sum", fleet="llama", lane="short", class_="normal")
+    assert waited == 0.04
+    assert value(source, "kvgate_reserved_unused_blocks_sum", replica="s0", **place) == 3
+    assert value(source, "kvgate_estimate_error_ratio_bucket", fleet="llama", le="0.25") == 0
+    assert value(source, "kvgate_estimate_error_ratio_bucket", fleet="llama", le="0.5") == 1
+
+
+def test_an_instant_refusal_has_a_time_and_no_wait() -> None:
+    source = metrics()
+    refused = {
+        "outcome": Outcome.REFUSED,
+        "reason": Code.QUEUE_FULL,
+        "refusal_ms": 2.0,
+        "unused_blocks": None,
+    }
+    source(ended(**refused, prompt_tokens=None))
+    assert value(source, "kvgate_refusal_seconds_sum", fleet="llama", reason="queue_full") == 0.002
+    names = {name for name, _ in samples(source)}
+    assert not names & {"kvgate_queue_wait_seconds_count", "kvgate_estimate_error_ratio_count"}
+
+
+def test_buckets_are_cumulative_and_bounds_inclusive() -> None:
+    source = metrics()
+    for gap_ms in (0.5, 1.0, 20.0, 20_000.0):
+        source(TokenGap("llama", "short", "high", gap_ms))
+    place = {"fleet": "llama", "pool": "short", "class_": "high"}
+    name = "kvgate_inter_token_seconds_bucket"
+    counts = [value(source, name, le=le, **place) for le in ("0.001", "0.01", "0.02", "10.0", "+Inf")]
+    assert counts == [2, 2, 3, 3, 4]
+    assert value(source, "kvgate_inter_token_seconds_count", **place) == 4
+    assert value(source, "kvgate_inter_token_seconds_sum", **place) == pytest.approx(20.0215)
+
+
+def test_events_of_streams_and_store() -> None:
+    source = metrics()
+    assert value(source, "kvgate_store_up") == 0
+    events: list[Event] = [
+        StoreUp(True),
+        StoreAnswered(0.2),
+        LeaseLost("llama"),
+        Healed("qwen", "settled", 3),
+        Healed("qwen", "redeclared", 1),
+        FirstToken("qwen", "all", "low", 250.0),
+    ]
+    for event in events:
+        source(event)
+    assert value(source, "kvgate_store_up") == 1
+    assert value(source, "kvgate_store_seconds_bucket", le="0.00025") == 1
+    assert value(source, "kvgate_leases_expired_total", fleet="llama") == 1
+    assert value(source, "kvgate_healed_total", fleet="qwen") == 4
+    assert value(source, "kvgate_ttft_seconds_bucket", fleet="qwen", pool="all", class_="low", le="0.25") == 1
+    source(StoreUp(False))
+    assert value(source, "kvgate_store_up") == 0
+
+
+def test_a_failed_reload_is_counted() -> None:
+    source = metrics()
+    source.keys_reload_failed()
+    assert value(source, "kvgate_keys_reload_failures_total") == 1
+
+
+def test_inflight_is_read_at_each_scrape() -> None:
+    inflight = {"llama": 2}
+    source = metrics(inflight)
+    assert value(source, "kvgate_inflight_requests", fleet="llama") == 2
+    assert value(source, "kvgate_inflight_requests", fleet="qwen") == 0
+    inflight["llama"] = 0
+    assert value(source, "kvgate_inflight_requests", fleet="llama") == 0
+
+
+def test_the_state_of_the_store_becomes_gauges() -> None:
+    source = metrics()
+    replicas = {
+        "s0": {"limit": 100, "reserved": 130, "sequences": 2, "prefill_tokens": 0, "state": "up"},
+        "s1": {"limit": 100, "reserved": 40},
+        "gone": {"limit": 0, "reserved": 5},
+        "gone-too": {"limit": 0, "reserved": 6},
+    }
+    queue = {"short": {"normal": 4, "renamed": 1, "older": 2}}
+    source.set_state("llama", {"pools": {"short": {"replicas": replicas}}, "leases": 3, "queue": queue})
+    place = {"fleet": "llama", "pool": "short"}
+    assert value(source, "kvgate_reserved_blocks", replica="s0", **place) == 130
+    assert value(source, "kvgate_limit_blocks", replica="s1", **place) == 100
+    assert value(source, "kvgate_debt_blocks", replica="s0", **place) == 30
+    assert value(source, "kvgate_debt_blocks", replica="s1", **place) == 0
+    assert value(source, "kvgate_reserved_blocks", replica="", **place) == 11
+    assert value(source, "kvgate_queue_depth", fleet="llama", lane="short", class_="normal") == 4
+    assert value(source, "kvgate_queue_depth", fleet="llama", lane="short", class_="") == 3
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {},
+        {"pools": None, "queue": None},
+        {"pools": {"short": None}, "queued": {"short": None}},
+        {"pools": {"short": {}}, "queued": {"short": {"low": None}}},
+        {"pools": {"short": {"replicas": {"s0": None, "s1": {}}}}},
+        {"pools": {"short": {"replicas": {"s0": {"limit": None, "reserved": "?"}}}}},
+        {"pools": [], "queue": 3},
+    ],
+)
+def test_what_the_state_lacks_is_left_out(state: dict[str, Any]) -> None:
+    source = metrics()
+    source.set_state("llama", state)
+    assert not {name for name, _ in samples(source)} & {"kvgate_reserved_blocks", "kvgate_queue_depth"}
+
+
+def test_the_state_of_an_unknown_fleet_is_not_kept() -> None:
+    source = metrics()
+    source.set_state("junk", {"queued": {"short": {"low": 1}}})
+    assert value(source, "kvgate_queue_depth", fleet="", lane="", class_="low") is None
+
+
+def junk(chance: random.Random) -> str:
+    raw = chance.choice(["m", 'a"b', "a\nb", "\\", "é", "x" * 10_000])
+    return f"{raw}{chance.random()}"
+
+
+def junk_event(chance: random.Random) -> Event:
+    fleet = chance.choice(["llama", "qwen", "", junk(chance)])
+    pool = chance.choice(["short", "all", "", junk(chance)])
+    class_ = chance.choice(["low", junk(chance)])
+    key, replica = junk(chance), junk(chance)
+    kind = chance.randrange(5)
+    if kind == 0:
+        return TokenGap(fleet, pool, class_, chance.random())
+    if kind == 1:
+        return FirstToken(fleet, pool, class_, chance.random())
+    if kind == 2:
+        return LeaseLost(fleet) if chance.random() < 0.5 else Healed(fleet, junk(chance), 1)
+    changes = {"fleet": fleet, "pool": pool, "class_": class_, "key": key, "replica": replica}
+    refused = {"outcome": Outcome.REFUSED, "reason": Code.MODEL_NOT_FOUND, "refusal_ms": chance.random()}
+    return ended(**changes, **(refused if kind == 3 else {}))
+
+
+def test_requests_cannot_make_series() -> None:
+    """MC-01: 20,000 calls with names of their own."""
+    chance = random.Random(1)
+    source = metrics()
+    for _ in range(2_000):
+        source(junk_event(chance))
+    before = samples(source)
+    for _ in range(18_000):
+        source(junk_event(chance))
+    after = samples(source)
+    assert before.keys() == after.keys()
+    assert len(source.render()) < 200_000
+    labels = {
+        text for _, pairs in after for name, text in pairs if name in ("fleet", "pool", "class", "replica")
+    }
+    assert labels <= {"", "llama", "qwen", "short", "all", "low"}
+    calls = sum(count for (name, _), count in after.items() if name == "kvgate_admission_requests_total")
+    assert calls > 7_000
+    assert value(source, "kvgate_refusal_seconds_count", fleet="", reason="model_not_found")
