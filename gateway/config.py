@@ -1,0 +1,859 @@
+"""Settings: a strict YAML file, environment variables over it, all of it checked before anything starts.
+
+`load` and `load_keys` either return frozen values in which every limit holds, or raise `ConfigError` with one
+line that names the setting, its value and the limit.  Secrets are never settings: `admin.token_env` and
+`upstream.api_key_env` name variables, which `load_secrets` reads.  The environment is an argument.
+"""
+
+import math
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, date, datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+from urllib.parse import SplitResult, parse_qsl, urlsplit
+
+import msgspec
+import yaml
+from msgspec import Meta
+from msgspec.structs import replace
+
+INT_MAX = 2**31 - 1
+NAME_LENGTH_MAX = 40
+
+Name = Annotated[str, Meta(pattern=rf"\A[a-z0-9-]{{1,{NAME_LENGTH_MAX}}}\Z")]
+NameOrDefault = Annotated[str, Meta(pattern=rf"\A[a-z0-9-]{{0,{NAME_LENGTH_MAX}}}\Z")]
+KeyName = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9._-]{1,64}\Z")]
+ModelName = Annotated[str, Meta(pattern=r"\A[^\s\x00-\x1f\x7f]{1,256}\Z")]
+VariableName = Annotated[str, Meta(pattern=r"\A[A-Za-z_][A-Za-z0-9_]*\Z")]
+Count = Annotated[int, Meta(ge=1, le=INT_MAX)]
+CountOrZero = Annotated[int, Meta(ge=0, le=INT_MAX)]
+Seconds = Annotated[float, Meta(gt=0, le=86_400)]
+Share = Annotated[float, Meta(ge=0, le=0.5)]
+QueueDepth = Annotated[int, Meta(ge=0, le=100_000)]
+
+
+class ConfigError(ValueError):
+    """A setting is wrong.  Its text is one line without secrets."""
+
+    def __init__(self, path: str, problem: str, where: str = "") -> None:
+        super().__init__(f"{path}: {problem}{where}" if path else f"{problem}{where}")
+        self.path = path
+        self.problem = problem
+
+
+class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An unknown key is an error, so that a misspelt limit is never a missing one."""
+
+
+class Store(_Strict, frozen=True, kw_only=True):
+    url: str = "embedded"
+    on_outage: str = "hold"
+    hold_seconds: Annotated[float, Meta(ge=0, le=60)] = 2
+    hold_calls_max: Annotated[int, Meta(ge=0, le=65_536)] = 256
+    hold_bytes_max: Annotated[int, Meta(ge=0, le=2**34)] = 64 * 2**20
+    share_seconds: Annotated[float, Meta(ge=0, le=3_600)] = 30
+    on_lease_lost: str = "cut"
+    lease_seconds: Annotated[float, Meta(ge=0.1, le=600)] = 6
+    heartbeat_seconds: Annotated[float, Meta(ge=0.01, le=60)] = 1
+
+
+class Admin(_Strict, frozen=True, kw_only=True):
+    token_env: VariableName = "KVGATE_ADMIN_TOKEN"
+
+
+class Log(_Strict, frozen=True, kw_only=True):
+    level: str = "info"
+    format: str = "json"
+
+
+class Answers(_Strict, frozen=True, kw_only=True):
+    overload_status: int = 429
+    show_replica: bool = True
+    keepalive_seconds: float = 0
+
+
+class Auth(_Strict, frozen=True, kw_only=True):
+    required: bool = True
+    keys_file: Annotated[str, Meta(min_length=1)] | None = None
+    """Absolute once loaded; `keys.yaml` beside the configuration where one is required and none is named."""
+
+
+class Server(_Strict, frozen=True, kw_only=True):
+    body_bytes_max: Annotated[int, Meta(ge=1_024, le=2**30)] = 8 * 2**20
+    body_seconds: Annotated[float, Meta(gt=0, le=3_600)] = 30
+    grace_seconds: Annotated[float, Meta(ge=0, le=3_600)] = 30
+    n_max: Annotated[int, Meta(ge=1, le=128)] = 16
+
+
+class Queue(_Strict, frozen=True, kw_only=True):
+    depth_max: QueueDepth = 1_000
+    seconds_max: Seconds = 30
+
+
+class PriorityClass(_Strict, frozen=True, kw_only=True):
+    name: Name
+    share: Share = 0
+    depth_max: QueueDepth = 1_000
+    seconds_max: Seconds = 30
+
+
+class Upstream(_Strict, frozen=True, kw_only=True):
+    connect_seconds: Seconds = 2
+    headers_seconds: Seconds = 120
+    first_event_seconds: Seconds = 120
+    idle_seconds: Seconds = 60
+    api_key_env: VariableName | None = None
+    ca_file: Annotated[str, Meta(min_length=1)] | None = None
+    """Absolute once loaded."""
+
+
+class Replica(_Strict, frozen=True, kw_only=True):
+    """One engine.  Each number overrides what the engine says of itself."""
+
+    url: str
+    """Scheme, host and port only."""
+    name: NameOrDefault = ""
+    """Never empty once loaded: host and port where the file gives none."""
+    num_gpu_blocks: Annotated[int, Meta(ge=2, le=INT_MAX)] | None = None
+    block_size: Annotated[int, Meta(ge=1, le=65_536)] | None = None
+    max_model_len: Count | None = None
+    max_num_seqs: Count | None = None
+    prefill_tokens: Count | None = None
+
+
+class Pool(_Strict, frozen=True, kw_only=True):
+    name: Name
+    max_prompt_tokens: Count | None = None
+    replicas: Annotated[tuple[Replica, ...], Meta(min_length=1, max_length=256)]
+
+
+class Fleet(_Strict, frozen=True, kw_only=True):
+    model: ModelName
+    name: NameOrDefault = ""
+    """Never empty once loaded: made from `model` where the file gives none."""
+    aliases: Annotated[tuple[ModelName, ...], Meta(max_length=64)] = ()
+    default_output_tokens: Count = 1_024
+    max_output_tokens: Count | None = None
+    safe_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.95
+    share_prompt_of_n: bool = False
+    speculative_tokens: Annotated[int, Meta(ge=0, le=1_024)] = 0
+    token_factor: Annotated[float, Meta(ge=0.5, le=4)] = 1.0
+    overtake_blocks: CountOrZero | None = None
+    lanes: dict[str, tuple[str, ...]] = {}
+    """One a pool once loaded, named as the pool, with the pools that its calls may use in order."""
+    pools: Annotated[tuple[Pool, ...], Meta(min_length=1, max_length=8)]
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Every name under which clients may ask for this fleet."""
+        return self.model, *self.aliases
+
+
+class Settings(_Strict, frozen=True, kw_only=True):
+    store: Store = Store()
+    admin: Admin = Admin()
+    log: Log = Log()
+    answers: Answers = Answers()
+    auth: Auth = Auth()
+    server: Server = Server()
+    queue: Queue = Queue()
+    classes: Annotated[tuple[PriorityClass, ...], Meta(min_length=1, max_length=8)]
+    upstream: Upstream = Upstream()
+    fleets: Annotated[tuple[Fleet, ...], Meta(min_length=1, max_length=64)]
+
+    @property
+    def default_class(self) -> str:
+        """The class of callers that name none: `normal` where it is configured, else the lowest."""
+        names = [class_.name for class_ in self.classes]
+        return "normal" if "normal" in names else names[-1]
+
+
+class Limits(_Strict, frozen=True, kw_only=True):
+    """What one key, or all keys of one group together, may have.  None = no limit."""
+
+    requests_max: CountOrZero | None = None
+    blocks_max: Count | None = None
+    context_tokens_max: Count | None = None
+    max_output_tokens: Count | None = None
+
+
+class KeyEntry(_Strict, frozen=True, kw_only=True):
+    name: KeyName
+    sha256: Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+    class_: str = msgspec.field(name="class", default="normal")
+    weight: Annotated[int, Meta(ge=1, le=1_000)] = 1
+    group: KeyName | None = None
+    models: Annotated[tuple[ModelName, ...], Meta(max_length=256)] | None = None
+    """None = all."""
+    limits: Limits = Limits()
+    expires_ms: int | None = msgspec.field(name="expires", default=None)
+    """Epoch milliseconds; the file has an ISO date (its first moment in UTC) or a date and time with zone."""
+
+
+class _KeysFile(_Strict, frozen=True, kw_only=True):
+    keys: Annotated[tuple[KeyEntry, ...], Meta(max_length=100_000)] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Secrets:
+    """What the named variables held; kept out of `repr`, so that no log line can show it."""
+
+    admin_token: str | None = field(repr=False)
+    """None switches the admin API off."""
+    upstream_api_key: str | None = field(repr=False)
+
+
+def load(path: Path, environ: Mapping[str, str]) -> Settings:
+    """Read and check the configuration; raises ConfigError."""
+    document = _Document.read(path)
+    try:
+        raw = _section(document.value)
+        _normalise(raw)
+        document.variables = _override(raw, environ)
+        _normalise(raw)
+        _inherit_queue(raw)
+        settings = _completed(_convert(raw, Settings), path.parent)
+        _check(settings)
+    except ConfigError as error:
+        raise ConfigError(error.path, error.problem, document.where(error.path)) from None
+    return settings
+
+
+def load_keys(path: Path, classes: Collection[str]) -> tuple[KeyEntry, ...]:
+    """Read and check the keys file; `classes` are the configured names.  Raises ConfigError.
+
+    The file is a list of keys or `{keys: [...]}`.  An empty file means that no key is valid.
+    """
+    document = _Document.read(path)
+    try:
+        raw = {"keys": document.value} if isinstance(document.value, list) else _section(document.value)
+        raw["keys"] = [] if raw.get("keys") is None else raw["keys"]
+        _parse_expiries(raw["keys"])
+        keys = _convert(raw, _KeysFile, show_text=False).keys
+        _check_keys(keys, classes)
+        return _with_group_limits(keys)
+    except ConfigError as error:
+        raise ConfigError(error.path, error.problem, document.where(error.path)) from None
+
+
+def load_secrets(settings: Settings, environ: Mapping[str, str]) -> Secrets:
+    """Read the variables that the settings name; raises ConfigError where one is unusable."""
+    admin_token = _secret("admin.token_env", settings.admin.token_env, environ)
+    variable = settings.upstream.api_key_env
+    if variable is None:
+        return Secrets(admin_token, None)
+    api_key = _secret("upstream.api_key_env", variable, environ)
+    if api_key is None:
+        raise ConfigError("upstream.api_key_env", "the variable that it names is not set")
+    return Secrets(admin_token, api_key)
+
+
+def without_password(url: str) -> str:
+    """A URL fit for logs."""
+    return re.sub(r"//[^/@]*@", "//***@", url)
+
+
+# Reading ----------------------------------------------------------------------------------------------------
+
+
+class _Document:
+    """One YAML file with the places of its values."""
+
+    def __init__(self, name: str, value: Any, node: yaml.Node | None) -> None:
+        self.value = value
+        self.variables: dict[str, str] = {}
+        """Path of a setting -> the environment variable that gave it."""
+        self._name = name
+        self._node = node
+
+    @classmethod
+    def read(cls, path: Path) -> "_Document":
+        try:
+            text = path.read_text(encoding="utf-8-sig")
+        except OSError as error:
+            raise ConfigError(str(path), f"cannot be read: {error.strerror}") from None
+        except UnicodeDecodeError as error:
+            raise ConfigError(str(path), f"is not UTF-8 at byte {error.start}") from None
+        value, node = _parse(text, path.name)
+        return cls(path.name, value, node)
+
+    def where(self, path: str) -> str:
+        """Where the value at fault came from, as the end of a message."""
+        for set_path, variable in self.variables.items():
+            if set_path == path or set_path.startswith((f"{path}.", f"{path}[")):
+                return f" (from {variable})"
+        line = self._line_of(re.findall(r"[^.\[\]]+", path))
+        return f" ({self._name} line {line})" if line else ""
+
+    def _line_of(self, parts: list[str]) -> int | None:
+        """The line of the innermost part of a path that the file has."""
+        node, line = self._node, None
+        if isinstance(node, yaml.SequenceNode):
+            parts = parts[1:]
+        for part in parts:
+            node = _child(node, part)
+            if node is None:
+                break
+            line = node.start_mark.line + 1
+        return line
+
+
+def _child(node: yaml.Node | None, part: str) -> yaml.Node | None:
+    if isinstance(node, yaml.MappingNode):
+        return next((value for key, value in node.value if key.value == part), None)
+    if isinstance(node, yaml.SequenceNode) and part.isdecimal() and int(part) < len(node.value):
+        child: yaml.Node = node.value[int(part)]
+        return child
+    return None
+
+
+def _parse(text: str, name: str) -> tuple[Any, yaml.Node | None]:
+    """Plain values (dates as ISO text, nothing shared between anchors) and the node tree with its lines."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text)
+    try:
+        node = loader.get_single_node()
+        _check_node(node, name, frozenset(), set())
+        return msgspec.to_builtins(None if node is None else loader.construct_document(node)), node
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise ConfigError("", f"{name} line {line}: not YAML: {error.problem}") from None
+    except (yaml.YAMLError, ValueError, TypeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError("", f"{name}: not YAML that settings can be read from") from None
+    except RecursionError:
+        raise ConfigError("", f"{name}: nested too deeply") from None
+    finally:
+        loader.dispose()
+
+
+def _check_node(node: yaml.Node | None, name: str, above: frozenset[int], done: set[int]) -> None:
+    """Refuse what YAML allows and settings must not have: repeated keys, endless anchors, infinite numbers."""
+    if node is None or id(node) in done:
+        return
+    at = f"{name} line {node.start_mark.line + 1}"
+    if id(node) in above:
+        raise ConfigError("", f"{at}: an anchor that contains itself")
+    above |= {id(node)}
+    if isinstance(node, yaml.MappingNode):
+        _check_keys_differ(node, name)
+        for _, value in node.value:
+            _check_node(value, name, above, done)
+    elif isinstance(node, yaml.SequenceNode):
+        for value in node.value:
+            _check_node(value, name, above, done)
+    elif node.tag == "tag:yaml.org,2002:float" and not _is_finite(node.value):
+        raise ConfigError("", f"{at}: {node.value} is not a finite number")
+    done.add(id(node))
+
+
+def _check_keys_differ(node: yaml.MappingNode, name: str) -> None:
+    lines: dict[str, int] = {}
+    for key, _ in node.value:
+        line = key.start_mark.line + 1
+        if key.tag not in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"):
+            raise ConfigError("", f"{name} line {line}: a key that is not text; quote it")
+        if key.value in lines:
+            raise ConfigError(
+                "", f"{name} line {line}: key '{key.value}' is already on line {lines[key.value]}"
+            )
+        lines[key.value] = line
+
+
+def _is_finite(text: str) -> bool:
+    """False for `.inf`, `.nan` and what overflows; sexagesimal numbers (`1:30.5`) are finite."""
+    try:
+        return math.isfinite(float(text.replace("_", "")))
+    except ValueError:
+        return ":" in text
+
+
+def _section(value: Any) -> dict[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ConfigError("", "the file does not hold settings by name")
+    return value
+
+
+def _normalise(raw: dict[str, Any]) -> None:
+    """Bring the raw tree into the one form that paths of variables and of messages refer to.
+
+    What is of a wrong shape is left for `_convert`.  Doing it twice changes nothing the second time.
+    """
+    if raw.get("classes") is None:
+        raw["classes"] = [
+            {"name": "high"},
+            {"name": "normal", "share": 0.2},
+            {"name": "low", "share": 0.1, "seconds_max": 300},
+        ]
+    for name in [name for name, value in raw.items() if value is None and name != "fleets"]:
+        del raw[name]  # `store:` with nothing under it is a section of defaults
+    for fleet in _dicts(raw.get("fleets")):
+        for pool in _dicts(fleet.get("pools")):
+            replicas = pool.get("replicas")
+            if isinstance(replicas, list):
+                replicas[:] = [{"url": entry} if isinstance(entry, str) else entry for entry in replicas]
+
+
+def _inherit_queue(raw: dict[str, Any]) -> None:
+    """A class that states no bound of its own has that of `queue`."""
+    raw["classes"] = raw.pop("classes")  # now last, so that a bad bound of `queue` is reported as that
+    queue = raw.get("queue")
+    for class_ in _dicts(raw["classes"]):
+        for bound in ("depth_max", "seconds_max"):
+            if isinstance(queue, dict) and bound in queue:
+                class_.setdefault(bound, queue[bound])
+
+
+def _dicts(value: Any) -> Iterable[dict[str, Any]]:
+    return (entry for entry in value if isinstance(entry, dict)) if isinstance(value, list) else ()
+
+
+# Environment ------------------------------------------------------------------------------------------------
+
+PREFIX = "KVGATE_"
+NOT_SETTINGS = frozenset({"KVGATE_ADMIN_URL", "KVGATE_ADMIN_TOKEN"})
+"""Read by the command line."""
+
+_SERVICE_LINK = re.compile(
+    r"KVGATE_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_PROTO|_PORT|_ADDR)?)?)"
+)
+"""Variables that Kubernetes gives to every pod beside a Service whose name starts with `kvgate`."""
+
+
+def _override(raw: dict[str, Any], environ: Mapping[str, str]) -> dict[str, str]:
+    """Lay the variables over `raw`; returns which variable set which path.  `__` parts the levels."""
+    secrets = _secret_variables(raw, environ)
+    taken: dict[str, str] = {}
+    for variable in sorted(environ, key=_by_number):
+        if not variable.startswith(PREFIX) or variable in secrets:
+            continue
+        if "__" not in variable and _SERVICE_LINK.fullmatch(variable):
+            continue
+        parts = variable.removeprefix(PREFIX).lower().split("__")
+        if not all(parts):
+            raise ConfigError(variable, "names no setting")
+        taken[_put(raw, parts, _scalar(variable, environ[variable]), variable)] = variable
+    return taken
+
+
+def _secret_variables(raw: Mapping[str, Any], environ: Mapping[str, str]) -> frozenset[str]:
+    names = set(NOT_SETTINGS)
+    for section, setting in (("admin", "token_env"), ("upstream", "api_key_env")):
+        inside = raw.get(section)
+        names.add(str(inside.get(setting)) if isinstance(inside, dict) else "")
+        names.add(environ.get(f"{PREFIX}{section}__{setting}".upper(), ""))
+    return frozenset(names)
+
+
+def _by_number(variable: str) -> list[tuple[int, str]]:
+    """Entry 2 of a list before entry 10."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in variable.split("__")]
+
+
+def _scalar(variable: str, text: str) -> Any:
+    try:
+        value, _ = _parse(text, variable)
+    except ConfigError:
+        raise ConfigError(variable, "is not a plain YAML value; quote it") from None
+    if isinstance(value, dict | list):
+        raise ConfigError(variable, "holds a list or mapping; set one value a variable")
+    return value
+
+
+def _put(raw: dict[str, Any], parts: list[str], value: Any, variable: str) -> str:
+    """Set the value, making levels that are not there; returns its path."""
+    here: Any = raw
+    path = ""
+    for part, following in pairwise([*parts, None]):
+        assert part is not None
+        slot = _slot(here, part, path, variable)
+        path = f"{path}[{slot}]" if isinstance(slot, int) else f"{path}.{slot}".lstrip(".")
+        if following is None:
+            here[slot] = value
+        elif (here.get(slot) if isinstance(here, dict) else here[slot]) is None:
+            here[slot] = [] if following.isdecimal() else {}
+        here = here[slot]
+    return path
+
+
+def _slot(here: Any, part: str, path: str, variable: str) -> str | int:
+    if isinstance(here, dict):
+        return part
+    if not isinstance(here, list):
+        raise ConfigError(variable, f"names no setting: {path} is a plain value")
+    if not part.isdecimal() or int(part) > len(here):
+        raise ConfigError(variable, f"names no setting: {path} has {len(here)} entries, counted from 0")
+    if int(part) == len(here):
+        here.append(None)
+    return int(part)
+
+
+def _secret(path: str, variable: str, environ: Mapping[str, str]) -> str | None:
+    secret = environ.get(variable, "")
+    if re.search(r"[^\x21-\x7e]", secret):
+        raise ConfigError(path, "the variable that it names holds characters that no HTTP header can carry")
+    return secret or None
+
+
+# Checking: shapes and ranges --------------------------------------------------------------------------------
+
+T = TypeVar("T")
+
+_NEVER_SHOWN = ("url", "sha256", "api_key_env", "token_env")
+"""Values that hold a secret, or would if somebody pasted it in the wrong place."""
+
+
+_WORDS = {
+    "array": "list",
+    "object": "mapping",
+    "str": "text",
+    "bool": "true or false",
+    "float": "number",
+    "int": "whole number",
+    "null": "nothing",
+}
+"""msgspec's names of types -> the words of somebody who reads YAML."""
+
+
+def _convert(raw: Any, type_: type[T], show_text: bool = True) -> T:
+    """Strictly typed values; `show_text=False` keeps text of the file out of messages."""
+    try:
+        return msgspec.convert(raw, type_)
+    except msgspec.ValidationError as error:
+        problem, _, at = str(error).partition(" - at ")
+        path = at.strip("`").removeprefix("$").removeprefix(".")
+        raise _explained(problem, path, raw, show_text) from None
+
+
+def _explained(problem: str, path: str, raw: Any, show_text: bool) -> ConfigError:
+    """msgspec's text as a line that names setting, value and limit."""
+    field_name = re.search(r"(unknown|required) field `(.*)`$", problem)
+    if field_name:
+        full = f"{path}.{field_name[2]}".lstrip(".")
+        return ConfigError(full, "missing" if field_name[1] == "required" else "unknown setting")
+    value = _value_at(raw, path)
+    hidden = path.endswith(_NEVER_SHOWN) or (isinstance(value, str) and not show_text)
+    expected = re.sub(r", got .*$", "", problem).replace("matching regex", "matching")
+    expected = re.sub(r"`([^`]*)`", lambda types: _in_words(types[1]), expected)
+    expected = expected.replace(r"\\A", "").replace(r"\\Z", "")
+    return ConfigError(
+        path, f"{expected[:1].lower()}{expected[1:]}" + ("" if hidden else f", got {_shown(value)}")
+    )
+
+
+def _in_words(types: str) -> str:
+    return " or ".join(_WORDS.get(name, name) for name in types.split(" | "))
+
+
+def _value_at(raw: Any, path: str) -> Any:
+    for part in re.findall(r"[^.\[\]]+", path):
+        if isinstance(raw, dict):
+            raw = raw.get(part)
+        elif isinstance(raw, list) and part.isdecimal():
+            raw = raw[int(part)]
+    return raw
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return "a mapping"
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
+    if value is None:
+        return "nothing"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+# Checking: what one setting says of another -----------------------------------------------------------------
+
+
+def _completed(settings: Settings, folder: Path) -> Settings:
+    """Defaults that follow from other values, and absolute paths."""
+    auth, upstream = settings.auth, settings.upstream
+    keys_file = auth.keys_file or ("keys.yaml" if auth.required else None)
+    return replace(
+        settings,
+        auth=replace(auth, keys_file=_absolute(keys_file, folder)),
+        upstream=replace(upstream, ca_file=_absolute(upstream.ca_file, folder)),
+        fleets=tuple(_completed_fleet(fleet, f"fleets[{i}]") for i, fleet in enumerate(settings.fleets)),
+    )
+
+
+def _absolute(name: str | None, folder: Path) -> str | None:
+    return None if name is None else str((folder / name).absolute())
+
+
+def _completed_fleet(fleet: Fleet, path: str) -> Fleet:
+    pools = tuple(
+        replace(
+            pool,
+            replicas=tuple(
+                _completed_replica(replica, f"{path}.pools[{p}].replicas[{r}]")
+                for r, replica in enumerate(pool.replicas)
+            ),
+        )
+        for p, pool in enumerate(fleet.pools)
+    )
+    return replace(
+        fleet,
+        name=fleet.name or _name_from_model(fleet.model, path),
+        lanes={pool.name: (pool.name,) for pool in pools} | fleet.lanes,
+        pools=pools,
+    )
+
+
+def _name_from_model(model: str, path: str) -> str:
+    last = model.rstrip("/").rpartition("/")[2].lower()
+    name = re.sub(r"[^a-z0-9-]", "-", last)[:NAME_LENGTH_MAX].strip("-")
+    if not name:
+        raise ConfigError(f"{path}.name", f"missing, and none can be made from model {model!r}")
+    return name
+
+
+def _completed_replica(replica: Replica, path: str) -> Replica:
+    url = _split(replica.url, f"{path}.url")
+    if url.scheme not in ("http", "https"):
+        raise ConfigError(f"{path}.url", "has to start with http:// or https://")
+    if url.path not in ("", "/") or url.query or url.fragment or url.username is not None:
+        raise ConfigError(f"{path}.url", "has to be scheme, host and port only, such as http://host:8000")
+    if not url.hostname:
+        raise ConfigError(f"{path}.url", "names no host")
+    port = str(_port(url))
+    host = re.sub(r"[^a-z0-9-]", "-", url.hostname)[: NAME_LENGTH_MAX - len(port) - 1].strip("-")
+    return replace(replica, url=f"{url.scheme}://{url.netloc.lower()}", name=replica.name or f"{host}-{port}")
+
+
+def _split(url: str, path: str) -> SplitResult:
+    if not re.fullmatch(r"[\x21-\x7e]+", url):
+        raise ConfigError(path, "is empty, or holds spaces or characters that no URL can have")
+    try:
+        parts = urlsplit(url)
+        if parts.port != 0:
+            return parts
+    except ValueError:
+        pass
+    raise ConfigError(path, "is not a URL with a port of 1 to 65535")
+
+
+def _port(url: SplitResult) -> int:
+    return url.port or (443 if url.scheme == "https" else 80)
+
+
+def _check(settings: Settings) -> None:
+    _check_store(settings.store)
+    _one_of("log.level", settings.log.level, ("debug", "info", "warning", "error"))
+    _one_of("log.format", settings.log.format, ("json", "text"))
+    _one_of("answers.overload_status", settings.answers.overload_status, (429, 503, 529))
+    if settings.answers.keepalive_seconds != 0:
+        shown = settings.answers.keepalive_seconds
+        raise ConfigError("answers.keepalive_seconds", f"{shown:g} is not supported yet, only 0 (off)")
+    if settings.upstream.ca_file and not Path(settings.upstream.ca_file).is_file():
+        raise ConfigError("upstream.ca_file", f"no such file: {settings.upstream.ca_file}")
+    _check_classes(settings.classes)
+    _check_urls_across(settings.fleets)
+    for i, fleet in enumerate(settings.fleets):
+        _check_fleet(fleet, f"fleets[{i}]")
+    _check_names_across(settings.fleets)
+
+
+def _one_of(path: str, value: str | int, choices: tuple[str | int, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(path, f"has to be one of {', '.join(map(str, choices))}, got {value!r}")
+
+
+def _unique(path: str, names: Iterable[str], what: str) -> None:
+    """`path` has `{}` where the number of the entry goes."""
+    seen: dict[str, str] = {}
+    for i, name in enumerate(names):
+        here = path.format(i)
+        if name in seen:
+            raise ConfigError(here, f"{what} {name!r} is already {seen[name]}")
+        seen[name] = here
+
+
+def _check_store(store: Store) -> None:
+    _check_store_url(store.url)
+    if store.on_outage == "share":
+        raise ConfigError("store.on_outage", "share is not supported yet, only hold and refuse")
+    _one_of("store.on_outage", store.on_outage, ("hold", "refuse"))
+    _one_of("store.on_lease_lost", store.on_lease_lost, ("cut", "keep"))
+    if store.heartbeat_seconds >= store.lease_seconds / 2:
+        raise ConfigError(
+            "store.heartbeat_seconds",
+            f"{store.heartbeat_seconds:g} has to be under half of store.lease_seconds ({store.lease_seconds:g})",
+        )
+
+
+def _check_store_url(text: str) -> None:
+    path = "store.url"
+    if text == "embedded":
+        return
+    grammar = text.partition("://")[0]
+    if grammar in ("redis+sentinel", "redis+cluster"):
+        raise ConfigError(path, f"{grammar}:// is not supported yet, only redis://, rediss:// and unix://")
+    url = _split(text, path)
+    if url.scheme not in ("redis", "rediss", "unix"):
+        raise ConfigError(path, "has to be embedded or start with redis://, rediss:// or unix://")
+    if url.fragment or {name for name, _ in parse_qsl(url.query, keep_blank_values=True)} - {"db"}:
+        raise ConfigError(path, "may have no parameter but db")
+    if url.scheme == "unix":
+        if not url.path.strip("/"):
+            raise ConfigError(path, "names no socket, such as unix:///run/valkey.sock")
+        return
+    if not url.hostname or not re.fullmatch(r"(/\d*)?", url.path):
+        raise ConfigError(path, f"has to be {url.scheme}://host:port/number, got {without_password(text)!r}")
+
+
+def _check_classes(classes: tuple[PriorityClass, ...]) -> None:
+    _unique("classes[{}].name", (class_.name for class_ in classes), "class")
+    if classes[0].share != 0:
+        raise ConfigError(
+            "classes[0].share", f"{classes[0].share:g}, but the highest class goes first and needs none"
+        )
+    total = sum(class_.share for class_ in classes)
+    if total >= 1:
+        raise ConfigError("classes", f"their shares sum to {total:g}, which has to be under 1")
+
+
+def _check_fleet(fleet: Fleet, path: str) -> None:
+    _unique(f"{path}.aliases[{{}}]", fleet.aliases, "alias")
+    if fleet.model in fleet.aliases:
+        raise ConfigError(f"{path}.aliases", f"{fleet.model!r} is the model itself")
+    cap = fleet.max_output_tokens
+    if cap is not None and fleet.default_output_tokens > cap:
+        shown = fleet.default_output_tokens
+        raise ConfigError(f"{path}.default_output_tokens", f"{shown} is over max_output_tokens ({cap})")
+    _unique(f"{path}.pools[{{}}].name", (pool.name for pool in fleet.pools), "pool")
+    _check_bounds(fleet.pools, path)
+    _check_lanes(fleet, path)
+    replicas = {
+        f"{path}.pools[{p}].replicas[{r}]": replica.name
+        for p, pool in enumerate(fleet.pools)
+        for r, replica in enumerate(pool.replicas)
+    }
+    seen: dict[str, str] = {}
+    for here, name in replicas.items():
+        if name in seen:
+            raise ConfigError(
+                f"{here}.name", f"replica {name!r} is already {seen[name]}; give one another name"
+            )
+        seen[name] = here
+
+
+def _check_bounds(pools: tuple[Pool, ...], path: str) -> None:
+    for i, (lower, upper) in enumerate(pairwise(pools)):
+        if lower.max_prompt_tokens is None:
+            raise ConfigError(
+                f"{path}.pools[{i}].max_prompt_tokens", "missing; only the last pool may be unbounded"
+            )
+        if upper.max_prompt_tokens is not None and upper.max_prompt_tokens <= lower.max_prompt_tokens:
+            raise ConfigError(
+                f"{path}.pools[{i + 1}].max_prompt_tokens",
+                f"{upper.max_prompt_tokens} has to be over the {lower.max_prompt_tokens} of the pool before",
+            )
+
+
+def _check_lanes(fleet: Fleet, path: str) -> None:
+    pools = [pool.name for pool in fleet.pools]
+    for lane, used in fleet.lanes.items():
+        here = f"{path}.lanes.{lane}"
+        if lane not in pools:
+            raise ConfigError(
+                here, f"a lane is named as the pool whose calls it takes, one of {', '.join(pools)}"
+            )
+        if not used:
+            raise ConfigError(here, "names no pool")
+        for name in used:
+            if name not in pools:
+                raise ConfigError(here, f"unknown pool {name!r}, known are {', '.join(pools)}")
+        _unique(f"{here}[{{}}]", used, "pool")
+
+
+def _check_names_across(fleets: tuple[Fleet, ...]) -> None:
+    """A name leads to one fleet, whether a client, an operator or a metric uses it."""
+    owners: dict[str, str] = {}
+    for i, fleet in enumerate(fleets):
+        for name in dict.fromkeys((fleet.name, *fleet.models)):
+            if name in owners:
+                raise ConfigError(f"fleets[{i}]", f"the name {name!r} already belongs to {owners[name]}")
+            owners[name] = f"fleets[{i}]"
+
+
+def _check_urls_across(fleets: tuple[Fleet, ...]) -> None:
+    """One engine under two replicas would be given out twice."""
+    owners: dict[tuple[str | None, int], str] = {}
+    for f, fleet in enumerate(fleets):
+        for p, pool in enumerate(fleet.pools):
+            for r, replica in enumerate(pool.replicas):
+                here = f"fleets[{f}].pools[{p}].replicas[{r}].url"
+                url = urlsplit(replica.url)
+                address = url.hostname, _port(url)
+                if address in owners:
+                    raise ConfigError(here, f"{replica.url} is already {owners[address]}")
+                owners[address] = here
+
+
+# Keys -------------------------------------------------------------------------------------------------------
+
+
+def _parse_expiries(keys: Any) -> None:
+    for i, entry in enumerate(keys if isinstance(keys, list) else ()):
+        if isinstance(entry, dict) and entry.get("expires") is not None:
+            entry["expires"] = _epoch_ms(entry["expires"], f"keys[{i}].expires")
+
+
+def _epoch_ms(value: Any, path: str) -> int:
+    moment = _moment(value) if isinstance(value, str) else None
+    if moment is None or moment.tzinfo is None:
+        raise ConfigError(
+            path, "has to be a date (2027-01-31) or a date and time with zone (2027-01-31T12:00:00Z)"
+        )
+    return round(moment.timestamp() * 1_000)
+
+
+def _moment(text: str) -> datetime | None:
+    try:
+        if len(text) == len("2027-01-31"):
+            day = date.fromisoformat(text)
+            return datetime(day.year, day.month, day.day, tzinfo=UTC)
+        return datetime.fromisoformat(text)
+    except ValueError:
+        return None
+
+
+def _check_keys(keys: tuple[KeyEntry, ...], classes: Collection[str]) -> None:
+    _unique("keys[{}].name", (key.name for key in keys), "key")
+    hashes: dict[str, int] = {}
+    for i, key in enumerate(keys):
+        if key.sha256 in hashes:
+            raise ConfigError(f"keys[{i}].sha256", f"is also that of keys[{hashes[key.sha256]}]")
+        hashes[key.sha256] = i
+        if key.class_ not in classes:
+            raise ConfigError(f"keys[{i}].class", f"unknown class, known are {', '.join(classes)}")
+    names = {key.name: key.group for key in keys}
+    for i, key in enumerate(keys):
+        if key.group in names and names[key.group] != key.group:
+            raise ConfigError(f"keys[{i}].group", f"{key.group!r} is the name of a key outside of the group")
+
+
+def _with_group_limits(keys: tuple[KeyEntry, ...]) -> tuple[KeyEntry, ...]:
+    """Keys of a group share its limits: those that state some have to agree, the others take them over."""
+    stated: dict[str, tuple[Limits, int]] = {}
+    for i, key in enumerate(keys):
+        if key.group is None or key.limits == Limits():
+            continue
+        limits, first = stated.setdefault(key.group, (key.limits, i))
+        if limits != key.limits:
+            raise ConfigError(
+                f"keys[{i}].limits", f"differ from those of keys[{first}] in group {key.group!r}"
+            )
+    return tuple(
+        replace(key, limits=stated[key.group][0]) if key.group is not None and key.group in stated else key
+        for key in keys
+    )

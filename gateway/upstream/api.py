@@ -1,0 +1,76 @@
+"""How the request path talks to an engine: one exchange, bytes in callbacks, failures as one exception."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from gateway.core.route import FleetShape
+
+Headers = Sequence[tuple[bytes, bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class UpstreamRequest:
+    url: str
+    """Base URL of the replica, no trailing slash."""
+    path: str
+    headers: Headers
+    """Complete, already filtered; without Host and Content-Length, which the client sets."""
+    body: bytes
+
+
+class UpstreamFailed(Exception):
+    """The engine could not be reached, broke its answer off, or failed politely."""
+
+    def __init__(self, detail: str, *, timed_out: bool = False, connecting: bool = False) -> None:
+        super().__init__(detail)
+        self.detail = detail
+        """For logs; clients get a message without addresses."""
+        self.timed_out = timed_out
+        """True becomes 504, False 502."""
+        self.connecting = connecting
+        """True when nothing can have reached the engine."""
+
+
+class Receiver(Protocol):
+    """Where an answer goes.  The coroutines usually finish without suspending; while one is suspended (the client
+    reads slowly) the engine's socket is not read, which is the whole of backpressure."""
+
+    @property
+    def started(self) -> bool:
+        """True once the first data event was seen: before it the first-event limit counts, then the idle limit."""
+        ...
+
+    async def head(self, status: int, headers: Headers) -> None: ...
+
+    async def body(self, data: bytes) -> None: ...
+
+
+class Upstream(Protocol):
+    async def exchange(self, request: UpstreamRequest, receiver: Receiver) -> None:
+        """Send, then call `head` once and `body` for what arrives; return at the answer's proper end.
+
+        Raises UpstreamFailed.  An exception from the receiver passes through.  However it is left (end, failure,
+        cancellation), a connection whose answer is not complete is closed before this returns, so the engine aborts.
+        """
+        ...
+
+
+class Engines(Protocol):
+    """The replicas of one fleet as the request path sees them."""
+
+    def shape(self) -> FleetShape:
+        """What routing needs to know now; its pools are those with at least one known replica."""
+        ...
+
+    def url(self, replica: str) -> str: ...
+
+    def pool(self, replica: str) -> str: ...
+
+    def others_up(self, lane: str, tried: Sequence[str]) -> bool:
+        """Whether a replica of the lane answers that was not tried yet."""
+        ...
+
+    def report_failure(self, replica: str, connecting: bool) -> None:
+        """A call failed there."""
+        ...

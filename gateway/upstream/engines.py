@@ -1,0 +1,127 @@
+"""A fleet's configuration and what was discovered of its replicas, as routing and the ledger need them."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from gateway.core.books import FleetConfig, ReplicaConfig
+from gateway.core.route import FleetShape, PoolShape
+from gateway.upstream.fleet import FleetWatch, ReplicaShape, ReplicaState
+
+
+@dataclass(frozen=True, slots=True)
+class FleetPlan:
+    """What the operator configured for one fleet."""
+
+    name: str
+    model: str
+    names: frozenset[str]
+    default_output_tokens: int
+    max_output_tokens: int | None
+    token_factor: float
+    speculative_tokens: int
+    share_prompt_of_n: bool
+    safe_fraction: float
+    overtake_blocks: int | None
+    """None = the limit of the largest replica."""
+    pools: tuple[tuple[str, int | None], ...]
+    """Name and longest prompt, by rising length."""
+    lanes: Mapping[str, tuple[str, ...]]
+    classes: tuple[tuple[str, int], ...]
+    """Name and guaranteed share in thousandths, highest first."""
+    lease_ms: int
+    heartbeat_ms: int
+
+
+class WatchedEngines:
+    """Implements `Engines` on a `FleetWatch`; what it derives is kept until a replica changes."""
+
+    def __init__(self, plan: FleetPlan, watch: FleetWatch) -> None:
+        self._plan = plan
+        self._watch = watch
+        self._shape: FleetShape | None = None
+        self._pools = {state.spec.name: state.spec.pool for state in watch.states()}
+        self._urls = {state.spec.name: state.spec.url for state in watch.states()}
+
+    def changed(self) -> None:
+        self._shape = None
+
+    def shape(self) -> FleetShape:
+        if self._shape is None:
+            self._shape = self._derive()
+        return self._shape
+
+    def url(self, replica: str) -> str:
+        return self._urls[replica]
+
+    def pool(self, replica: str) -> str:
+        return self._pools[replica]
+
+    def others_up(self, lane: str, tried: Sequence[str]) -> bool:
+        pools = self._plan.lanes[lane]
+        return any(
+            self._watch.is_up(name) for name, pool in self._pools.items() if pool in pools and name not in tried
+        )
+
+    def report_failure(self, replica: str, connecting: bool) -> None:
+        self._watch.report_failure(replica, connecting)
+
+    def books_config(self) -> FleetConfig:
+        """What the ledger is told; a replica that does not answer keeps what the store has of it."""
+        replicas = tuple(_replica_config(state, self._plan.safe_fraction) for state in self._watch.states())
+        plan = self._plan
+        overtake = plan.overtake_blocks
+        return FleetConfig(
+            lease_ms=plan.lease_ms,
+            heartbeat_ms=plan.heartbeat_ms,
+            overtake_blocks=max((r.limit for r in replicas), default=0) if overtake is None else overtake,
+            lanes=tuple(plan.lanes.items()),
+            classes=plan.classes,
+            replicas=replicas,
+        )
+
+    def _derive(self) -> FleetShape:
+        known: dict[str, list[ReplicaShape]] = {}
+        for state in self._watch.states():
+            if state.shape:
+                known.setdefault(state.spec.pool, []).append(state.shape)
+        plan = self._plan
+        return FleetShape(
+            name=plan.name,
+            model=plan.model,
+            names=plan.names,
+            default_output_tokens=plan.default_output_tokens,
+            max_output_tokens=plan.max_output_tokens,
+            token_factor=plan.token_factor,
+            speculative_tokens=plan.speculative_tokens,
+            share_prompt_of_n=plan.share_prompt_of_n,
+            pools=tuple(_pool_shape(name, most, known[name]) for name, most in plan.pools if name in known),
+            lanes=plan.lanes,
+        )
+
+
+def blocks_limit(num_gpu_blocks: int, safe_fraction: float) -> int:
+    """Blocks to hand out: `floor((num_gpu_blocks - 1) x safe_fraction)`; one block is the engine's null block."""
+    return math.floor((num_gpu_blocks - 1) * Fraction(str(safe_fraction)))
+
+
+def _replica_config(state: ReplicaState, safe_fraction: float) -> ReplicaConfig:
+    shape = state.shape
+    if shape is None or not state.up:
+        return ReplicaConfig(state.spec.name, state.spec.pool)
+    limit = blocks_limit(shape.num_gpu_blocks, safe_fraction)
+    usable = shape.num_gpu_blocks - 1
+    return ReplicaConfig(shape.name, shape.pool, limit, usable, shape.max_num_seqs, shape.prefill_tokens)
+
+
+def _pool_shape(name: str, max_prompt_tokens: int | None, replicas: list[ReplicaShape]) -> PoolShape:
+    """What every replica of the pool can do, but for blocks: the largest one decides what can ever fit."""
+    return PoolShape(
+        name=name,
+        max_prompt_tokens=max_prompt_tokens,
+        max_model_len=min(r.max_model_len for r in replicas),
+        block_size=min(r.block_size for r in replicas),
+        usable_max=max(r.num_gpu_blocks - 1 for r in replicas),
+        sequences_max=max(r.max_num_seqs for r in replicas),
+    )

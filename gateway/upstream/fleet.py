@@ -1,0 +1,408 @@
+"""The replicas of one fleet: what each engine has, and which of them answer.
+
+httpx serves here: a handful of probes a second, each on a connection of its own.
+"""
+
+import asyncio
+import logging
+import ssl
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import httpx
+import msgspec
+
+from gateway.upstream.metrics_text import CacheConfig, cache_configs
+
+log = logging.getLogger(__name__)
+
+BODY_BYTES_MAX = 4_000_000
+"""The longest `/metrics` or `/v1/models` that is read; vLLM sends about 60 KB."""
+
+PROBE_SECONDS = 2.0
+PROBE_TIMEOUT_SECONDS = 1.0
+DISCOVERY_TIMEOUT_SECONDS = 5.0
+
+MISSES_MAX = 2
+"""Failed probes, or refused connections without a good probe between them, that take a replica out."""
+
+BACKOFF_FIRST_SECONDS = 1.0
+BACKOFF_MAX_SECONDS = 5.0
+"""Between attempts at a replica that is down."""
+
+_FAILED = (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError, OSError, TimeoutError)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSpec:
+    """A replica as configured; None = ask the engine."""
+
+    pool: str
+    name: str
+    url: str
+    """Without a trailing slash."""
+    num_gpu_blocks: int | None = None
+    block_size: int | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    """vLLM's own default; no engine states it."""
+    prefill_tokens: int = 16_384
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaShape:
+    """What a replica has, every number known."""
+
+    name: str
+    pool: str
+    url: str
+    num_gpu_blocks: int
+    """Including the null block, which no sequence can use."""
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    prefill_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaState:
+    """What the watch knows of a replica."""
+
+    spec: ReplicaSpec
+    shape: ReplicaShape | None
+    """None until it answered once; afterwards what it had last."""
+    up: bool
+    problem: str
+    """Why it is down, in words; empty while it is up."""
+
+
+class _Model(msgspec.Struct):
+    id: str
+    max_model_len: Annotated[int, msgspec.Meta(gt=0, lt=2**53)] | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class _Trouble(Exception):
+    """A replica that cannot be used, in words for the operator."""
+
+
+def scraping_client(api_key: str | None = None, ca_file: str | None = None) -> httpx.AsyncClient:
+    """A client for probes and discovery: no proxy of the environment, no redirects, no shared connections.
+
+    Unlimited on purpose: a bounded httpx pool does not recover from cancelled calls.
+    """
+    return httpx.AsyncClient(
+        headers={"authorization": f"Bearer {api_key}"} if api_key is not None else None,
+        verify=ssl.create_default_context(cafile=ca_file) if ca_file is not None else True,
+        trust_env=False,
+        follow_redirects=False,
+        timeout=DISCOVERY_TIMEOUT_SECONDS,
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+    )
+
+
+async def discover(
+    spec: ReplicaSpec,
+    models: frozenset[str],
+    client: httpx.AsyncClient,
+    *,
+    timeout_seconds: float = DISCOVERY_TIMEOUT_SECONDS,
+) -> ReplicaShape | str:
+    """Ask one engine what it has; what cannot be used is told in words.
+
+    `models` are the names of the fleet's model: the engine has to serve one of them.  A configured number may
+    lower what the engine states or fill in what it does not; it never raises it, since blocks that do not exist
+    would be handed out.  Unreachable sources are forgiven only where every number they give is configured.
+    """
+    try:
+        config = await _cache_config(spec, client, timeout_seconds)
+        context = await _context(spec, models, client, timeout_seconds)
+        return ReplicaShape(
+            name=spec.name,
+            pool=spec.pool,
+            url=spec.url,
+            num_gpu_blocks=_smaller(spec, "num_gpu_blocks", spec.num_gpu_blocks, config.num_gpu_blocks),
+            block_size=_smaller(spec, "block_size", spec.block_size, config.block_size),
+            max_model_len=_smaller(spec, "max_model_len", spec.max_model_len, context),
+            max_num_seqs=spec.max_num_seqs,
+            prefill_tokens=spec.prefill_tokens,
+        )
+    except _Trouble as trouble:
+        return str(trouble)
+
+
+async def _cache_config(spec: ReplicaSpec, client: httpx.AsyncClient, timeout_seconds: float) -> CacheConfig:
+    try:
+        text = await _get(client, f"{spec.url}/metrics", timeout_seconds)
+    except _Trouble:
+        if spec.num_gpu_blocks is None or spec.block_size is None:
+            raise
+        return CacheConfig(None, None)
+    configs = cache_configs(text.decode("utf-8", "replace"))
+    if len(configs) > 1:
+        names = ", ".join(sorted(configs))
+        raise _Trouble(f"{spec.url} reaches {len(configs)} engines ({names}); each needs a URL of its own")
+    return next(iter(configs.values()), CacheConfig(None, None))
+
+
+async def _context(
+    spec: ReplicaSpec, models: frozenset[str], client: httpx.AsyncClient, timeout_seconds: float
+) -> int | None:
+    """The context length that the engine states for the fleet's model."""
+    try:
+        served = await _served(spec, client, timeout_seconds)
+    except _Trouble:
+        if spec.num_gpu_blocks is None or spec.block_size is None or spec.max_model_len is None:
+            raise
+        return None
+    return _context_of(spec, models, served)
+
+
+async def _served(spec: ReplicaSpec, client: httpx.AsyncClient, timeout_seconds: float) -> list[_Model]:
+    body = await _get(client, f"{spec.url}/v1/models", timeout_seconds)
+    try:
+        return msgspec.json.decode(body, type=_Models).data
+    except msgspec.DecodeError as error:
+        raise _Trouble(f"{spec.url}/v1/models is not a list of models") from error
+
+
+def _context_of(spec: ReplicaSpec, models: frozenset[str], served: list[_Model]) -> int | None:
+    ours = [model for model in served if model.id in models]
+    if not ours:
+        names = ", ".join(sorted(model.id for model in served))[:200] or "nothing"
+        raise _Trouble(f"{spec.url} serves {names}, not {', '.join(sorted(models))}")
+    return min((model.max_model_len for model in ours if model.max_model_len is not None), default=None)
+
+
+def _smaller(spec: ReplicaSpec, what: str, configured: int | None, stated: int | None) -> int:
+    if configured is not None and stated is not None:
+        if configured > stated:
+            log.warning(
+                "replica %s: %s is configured as %d but the engine states %d; %d is used",
+                spec.name,
+                what,
+                configured,
+                stated,
+                stated,
+            )
+        return _lower(configured, stated)
+    known = configured if configured is not None else stated
+    if known is None:
+        raise _Trouble(f"{spec.url} does not state its {what}: configure it for replica {spec.name}")
+    return known
+
+
+def _lower(configured: int | None, stated: int) -> int:
+    return stated if configured is None else min(configured, stated)
+
+
+async def _get(client: httpx.AsyncClient, url: str, timeout_seconds: float) -> bytes:
+    """The body of a 200, within time and size."""
+    body = bytearray()
+    try:
+        async with asyncio.timeout(timeout_seconds), client.stream("GET", url) as answer:
+            if answer.status_code != 200:
+                raise _Trouble(f"{url} answers {answer.status_code}")
+            async for data in answer.aiter_bytes():
+                body += data
+                if len(body) > BODY_BYTES_MAX:
+                    raise _Trouble(f"{url} sends more than {BODY_BYTES_MAX} bytes")
+    except TimeoutError as error:
+        raise _Trouble(f"{url} does not answer within {timeout_seconds:g} s") from error
+    except _FAILED as error:
+        raise _Trouble(f"{url}: {type(error).__name__}: {error}"[:200]) from error
+    return bytes(body)
+
+
+class _Replica:
+    """One replica under watch."""
+
+    def __init__(self, spec: ReplicaSpec) -> None:
+        self.spec = spec
+        self.shape: ReplicaShape | None = None
+        self.up = False
+        self.problem = "not asked yet"
+        self.misses = 0
+        self.refusals = 0
+        self.backoff_seconds = BACKOFF_FIRST_SECONDS
+        self.tried = asyncio.Event()
+
+
+class FleetWatch:
+    """Probes every replica of a fleet and says which may be used.
+
+    A replica is down after two failed probes, or at once after two connections in a row that it did not accept
+    (`report_failure`).  It comes back with one good probe, and is asked anew what it has, because it may be
+    another process: one that serves another model stays down.  An answer to a call, 429 and 503 included, says
+    nothing against a replica.  No error leaves the watch.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[ReplicaSpec],
+        models: frozenset[str],
+        on_change: Callable[[frozenset[str]], Awaitable[None]],
+        *,
+        client: httpx.AsyncClient,
+        probe_seconds: float = PROBE_SECONDS,
+        probe_timeout_seconds: float = PROBE_TIMEOUT_SECONDS,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        """`on_change` gets the names of replicas that came up, went down or changed shape; never twice at a time.
+
+        If it fails it is called again later with the same names.  The watch owns `client` and closes it.
+        """
+        self._replicas = {spec.name: _Replica(spec) for spec in specs}
+        self._models = models
+        self._on_change = on_change
+        self._client = client
+        self._probe_seconds = probe_seconds
+        self._probe_timeout_seconds = probe_timeout_seconds
+        self._sleep = sleep
+        self._changed: set[str] = set()
+        self._news = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Begin to watch; nothing is up before it has answered."""
+        for replica in self._replicas.values():
+            self._tasks.append(asyncio.create_task(self._watch(replica)))
+        self._tasks.append(asyncio.create_task(self._announce()))
+
+    async def tried(self) -> None:
+        """Returns when every replica has been asked once, whatever came of it; bounded by the time-outs."""
+        for replica in self._replicas.values():
+            await replica.tried.wait()
+
+    async def close(self) -> None:
+        """Stop watching and close the client."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._client.aclose()
+
+    def is_up(self, name: str) -> bool:
+        replica = self._replicas.get(name)
+        return replica is not None and replica.up
+
+    def states(self) -> list[ReplicaState]:
+        """Every replica in the order of the configuration."""
+        return [
+            ReplicaState(replica.spec, replica.shape, replica.up, replica.problem)
+            for replica in self._replicas.values()
+        ]
+
+    def report_failure(self, name: str, connecting: bool) -> None:
+        """A call failed at this replica; `connecting` when it did not even accept the connection."""
+        replica = self._replicas.get(name)
+        if replica is None or not replica.up or not connecting:
+            return
+        replica.refusals += 1
+        if replica.refusals >= MISSES_MAX:
+            self._take_out(replica, "it does not accept connections")
+
+    async def _watch(self, replica: _Replica) -> None:
+        while True:
+            try:
+                await (self._probe(replica) if replica.up else self._revive(replica))
+            except Exception:
+                log.exception("replica %s: the watch failed", replica.spec.name)
+            replica.tried.set()
+            await self._sleep(self._pause_seconds(replica))
+
+    def _pause_seconds(self, replica: _Replica) -> float:
+        """After a missed probe the next one comes soon, so that a silent replica is out within 5 s."""
+        if replica.up:
+            return self._probe_seconds / 4 if replica.misses else self._probe_seconds
+        seconds = replica.backoff_seconds
+        replica.backoff_seconds = min(2 * seconds, BACKOFF_MAX_SECONDS)
+        return seconds
+
+    async def _probe(self, replica: _Replica) -> None:
+        """Is it alive, and still the engine that was discovered?"""
+        try:
+            await _get(self._client, f"{replica.spec.url}/health", self._probe_timeout_seconds)
+        except _Trouble as trouble:
+            replica.misses += 1
+            if replica.misses >= MISSES_MAX:
+                self._take_out(replica, str(trouble))
+            return
+        replica.misses = 0
+        replica.refusals = 0
+        await self._recognise(replica)
+
+    async def _recognise(self, replica: _Replica) -> None:
+        """Another process may answer at the same address between two good probes."""
+        try:
+            served = await _served(replica.spec, self._client, self._probe_timeout_seconds)
+        except _Trouble:
+            return
+        try:
+            stated = _context_of(replica.spec, self._models, served)
+        except _Trouble as trouble:
+            self._take_out(replica, str(trouble))
+            return
+        assert replica.shape is not None, "a replica is up only once it was discovered"
+        if stated is not None and _lower(replica.spec.max_model_len, stated) != replica.shape.max_model_len:
+            self._take_out(replica, f"its max_model_len is now {stated}")
+
+    async def _revive(self, replica: _Replica) -> None:
+        """Bring a replica in that answers and is what it should be."""
+        try:
+            await _get(self._client, f"{replica.spec.url}/health", self._probe_timeout_seconds)
+        except _Trouble as trouble:
+            self._stays_down(replica, str(trouble))
+            return
+        found = await discover(replica.spec, self._models, self._client)
+        if isinstance(found, str):
+            self._stays_down(replica, found)
+            return
+        replica.shape = found
+        replica.up = True
+        replica.problem = ""
+        replica.misses = replica.refusals = 0
+        replica.backoff_seconds = BACKOFF_FIRST_SECONDS
+        log.info(
+            "replica %s is up: %d blocks of %d tokens, context %d",
+            found.name,
+            found.num_gpu_blocks,
+            found.block_size,
+            found.max_model_len,
+        )
+        self._tell(replica)
+
+    def _take_out(self, replica: _Replica, problem: str) -> None:
+        if not replica.up:
+            return
+        replica.up = False
+        replica.problem = problem
+        log.warning("replica %s is down: %s", replica.spec.name, problem)
+        self._tell(replica)
+
+    def _stays_down(self, replica: _Replica, problem: str) -> None:
+        if problem != replica.problem:
+            replica.problem = problem
+            log.warning("replica %s stays down: %s", replica.spec.name, problem)
+
+    def _tell(self, replica: _Replica) -> None:
+        self._changed.add(replica.spec.name)
+        self._news.set()
+
+    async def _announce(self) -> None:
+        """Deliver changes one call at a time; what happens meanwhile is in the next one."""
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            names = frozenset(self._changed)
+            self._changed.clear()
+            try:
+                await self._on_change(names)
+            except Exception:
+                log.exception("a change of replicas could not be applied and is tried again")
+                self._changed |= names
+                self._news.set()
+                await self._sleep(self._probe_seconds)

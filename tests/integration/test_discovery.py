@@ -1,0 +1,479 @@
+"""Discovery and the watch over replicas, against small HTTP servers."""
+
+import asyncio
+import json
+import logging
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+
+from gateway.upstream.fleet import (
+    BACKOFF_MAX_SECONDS,
+    BODY_BYTES_MAX,
+    FleetWatch,
+    ReplicaShape,
+    ReplicaSpec,
+    discover,
+    scraping_client,
+)
+from gateway.upstream.metrics_text import CacheConfig, cache_configs
+
+MODEL = "meta-llama/Llama-3.3-70B-Instruct"
+MODELS = frozenset({MODEL, "llama"})
+
+
+def cache_line(blocks: object = 256, size: object = 32, engine: str | None = "0") -> str:
+    """As vLLM 0.32 writes it, shortened."""
+    rank = f'engine="{engine}",' if engine is not None else ""
+    return (
+        f'vllm:cache_config_info{{_block_size_resolved="True",block_size="{size}",cache_dtype="auto",'
+        f'{rank}gpu_memory_utilization="0.92",kv_cache_dtype_skip_layers="[]",num_cpu_blocks="None",'
+        f'num_gpu_blocks="{blocks}",num_gpu_blocks_override="256",sliding_window="None"}} 1.0\n'
+    )
+
+
+def metrics(*lines: str) -> bytes:
+    head = "# HELP vllm:cache_config_info Information of the LLMEngine CacheConfig\n"
+    head += "# TYPE vllm:cache_config_info gauge\n"
+    return (head + "".join(lines) + 'vllm:kv_cache_usage_perc{engine="0"} NaN\n').encode()
+
+
+def models(*ids: str, max_model_len: object = 4096) -> bytes:
+    data = [{"id": name, "object": "model", "max_model_len": max_model_len} for name in ids]
+    return json.dumps({"object": "list", "data": data}).encode()
+
+
+class Engine:
+    """What one address answers, changed at will by a test."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.health: tuple[int, bytes] | None = (200, b"")
+        self.metrics: tuple[int, bytes] | None = (200, metrics(cache_line()))
+        self.models: tuple[int, bytes] | None = (200, models("other", MODEL))
+        self.asked: list[str] = []
+        self.heads: list[bytes] = []
+        self.tasks: set[asyncio.Task[None]] = set()
+
+    def silence(self) -> None:
+        self.health = self.metrics = self.models = None
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self.tasks.add(task)
+        with suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            head = await reader.readuntil(b"\r\n\r\n")
+            path = head.split()[1].decode()
+            self.asked.append(path)
+            self.heads.append(head)
+            await self.answer(path, reader, writer)
+        writer.close()
+
+    async def answer(self, path: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        answer = {"/health": self.health, "/metrics": self.metrics, "/v1/models": self.models}[path]
+        if answer is None:
+            await reader.read()
+            return
+        status, body = answer
+        writer.write(b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n" % (status, len(body)))
+        writer.write(body)
+        await writer.drain()
+
+
+@asynccontextmanager
+async def engine() -> AsyncIterator[Engine]:
+    here = Engine()
+    async with serving(here, 0):
+        yield here
+
+
+@asynccontextmanager
+async def serving(here: Engine, port: int) -> AsyncIterator[None]:
+    server = await asyncio.start_server(here.serve, "127.0.0.1", port)
+    here.url = "http://{}:{}".format(*server.sockets[0].getsockname())
+    try:
+        yield
+    finally:
+        server.close()
+        for task in here.tasks:
+            task.cancel()
+        await asyncio.gather(*here.tasks, return_exceptions=True)
+        await asyncio.sleep(0)  # the loop closes the sockets one turn later
+
+
+def spec(url: str, name: str = "a", **numbers: int) -> ReplicaSpec:
+    return ReplicaSpec(pool="short", name=name, url=url, **numbers)
+
+
+async def found(
+    replica: ReplicaSpec, timeout_seconds: float = 10, api_key: str | None = None
+) -> ReplicaShape | str:
+    async with scraping_client(api_key) as client:
+        return await discover(replica, MODELS, client, timeout_seconds=timeout_seconds)
+
+
+async def test_an_engine_says_what_it_has() -> None:
+    async with engine() as here:
+        shape = await found(spec(here.url, max_num_seqs=128, prefill_tokens=32_768))
+        assert shape == ReplicaShape("a", "short", here.url, 256, 32, 4096, 128, 32_768)
+
+
+async def test_an_alias_is_enough() -> None:
+    async with engine() as here:
+        here.models = (200, models("llama"))
+        assert isinstance(await found(spec(here.url)), ReplicaShape)
+
+
+async def test_the_fleets_model_gives_the_context_not_another_one() -> None:
+    async with engine() as here:
+        data = [{"id": "big", "max_model_len": 9_000}, {"id": MODEL, "max_model_len": 2_000}, {"id": "llama"}]
+        here.models = (200, json.dumps({"data": data}).encode())
+        shape = await found(spec(here.url))
+        assert isinstance(shape, ReplicaShape)
+        assert shape.max_model_len == 2_000
+
+
+async def test_the_upstream_key_is_sent() -> None:
+    async with engine() as here:
+        await found(spec(here.url), api_key="U1")
+        assert all(b"authorization: Bearer U1\r\n" in head for head in here.heads)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (metrics(cache_line(engine="0"), cache_line(engine="1")), "reaches 2 engines (0, 1)"),
+        (metrics(cache_line(blocks="None")), "does not state its num_gpu_blocks: configure it for replica a"),
+        (metrics(cache_line(blocks=0)), "does not state its num_gpu_blocks"),
+        (metrics(cache_line(size="None")), "does not state its block_size"),
+        (metrics(), "does not state its num_gpu_blocks"),
+        (b"<html>hello</html>", "does not state its num_gpu_blocks"),
+        (b"\xff\x00" * 100, "does not state its num_gpu_blocks"),
+        (b"x" * (BODY_BYTES_MAX + 1), f"sends more than {BODY_BYTES_MAX} bytes"),
+    ],
+)
+async def test_unusable_metrics_are_told_in_words(body: bytes, words: str) -> None:
+    async with engine() as here:
+        here.metrics = (200, body)
+        error = await found(spec(here.url))
+        assert isinstance(error, str)
+        assert words in error
+        assert here.url in error
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (models("gpt2"), f"serves gpt2, not llama, {MODEL}"),
+        (models(), "serves nothing"),
+        (models(MODEL, max_model_len=None), "does not state its max_model_len"),
+        (models(MODEL, max_model_len=-1), "is not a list of models"),
+        (b'{"data": 5}', "is not a list of models"),
+        (b"<html>", "is not a list of models"),
+        (b"", "is not a list of models"),
+    ],
+)
+async def test_unusable_models_are_told_in_words(body: bytes, words: str) -> None:
+    async with engine() as here:
+        here.models = (200, body)
+        error = await found(spec(here.url))
+        assert isinstance(error, str)
+        assert words in error
+
+
+@pytest.mark.parametrize("status", [307, 404, 500, 503])
+async def test_a_status_other_than_200_is_told(status: int) -> None:
+    async with engine() as here:
+        here.metrics = (status, b"")
+        assert await found(spec(here.url)) == f"{here.url}/metrics answers {status}"
+
+
+async def test_a_silent_engine_is_given_up() -> None:
+    async with engine() as here:
+        here.silence()
+        assert await found(spec(here.url), 0.05) == f"{here.url}/metrics does not answer within 0.05 s"
+
+
+async def test_a_dripping_engine_is_given_up() -> None:
+    class Dripping(Engine):
+        async def answer(self, path: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 9999\r\n\r\n")
+            while not writer.is_closing():
+                writer.write(b"x")
+                await writer.drain()
+                await asyncio.sleep(0.005)
+
+    here = Dripping()
+    async with serving(here, 0):
+        assert await found(spec(here.url), 0.05) == f"{here.url}/metrics does not answer within 0.05 s"
+
+
+async def test_configured_numbers_fill_in_what_is_not_stated() -> None:
+    async with engine() as here:
+        here.metrics = (200, metrics())
+        here.models = (200, models(MODEL, max_model_len=None))
+        shape = await found(spec(here.url, num_gpu_blocks=10, block_size=16, max_model_len=100))
+        assert shape == ReplicaShape("a", "short", here.url, 10, 16, 100, 256, 16_384)
+
+
+async def test_a_configured_number_lowers_silently_and_never_raises(caplog: pytest.LogCaptureFixture) -> None:
+    async with engine() as here:
+        lower = await found(spec(here.url, num_gpu_blocks=100, block_size=16, max_model_len=1_000))
+        assert isinstance(lower, ReplicaShape)
+        assert (lower.num_gpu_blocks, lower.block_size, lower.max_model_len) == (100, 16, 1_000)
+        assert not caplog.records
+        higher = await found(spec(here.url, num_gpu_blocks=1_000, block_size=64, max_model_len=9_999))
+        assert isinstance(higher, ReplicaShape)
+        assert (higher.num_gpu_blocks, higher.block_size, higher.max_model_len) == (256, 32, 4096)
+        assert len(caplog.records) == 3
+        assert "num_gpu_blocks is configured as 1000 but the engine states 256" in caplog.text
+
+
+async def test_unreachable_sources_are_forgiven_where_all_numbers_are_configured() -> None:
+    async with engine() as here:
+        here.metrics = here.models = (404, b"")
+        assert isinstance(
+            await found(spec(here.url, num_gpu_blocks=10, block_size=16, max_model_len=100)), ReplicaShape
+        )
+        assert isinstance(await found(spec(here.url, num_gpu_blocks=10, block_size=16)), str)
+        here.models = (200, models("gpt2"))
+        assert isinstance(
+            await found(spec(here.url, num_gpu_blocks=10, block_size=16, max_model_len=100)), str
+        )
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", {}),
+        (cache_line(engine=None), {"": CacheConfig(256, 32)}),
+        (cache_line(blocks=512, size=16, engine="3"), {"3": CacheConfig(512, 16)}),
+        (cache_line(blocks="-5", size="1e3"), {"0": CacheConfig(None, None)}),
+        (cache_line(blocks="9" * 400, size="²"), {"0": CacheConfig(None, None)}),
+        ('vllm:cache_config_info{a="\\"b\\\\",num_gpu_blocks="7",engine="0"} 1', {"0": CacheConfig(7, None)}),
+        ("vllm:cache_config_info{", {"": CacheConfig(None, None)}),
+        ('other{num_gpu_blocks="7"} 1\n# vllm:cache_config_info{num_gpu_blocks="7"}', {}),
+        ("\u2028" + cache_line(), {}),
+    ],
+)
+def test_the_text_of_metrics(text: str, expected: dict[str, CacheConfig]) -> None:
+    assert cache_configs(text) == expected
+
+
+class World:
+    """A watch whose pauses are written down instead of waited for."""
+
+    def __init__(self) -> None:
+        self.pauses: list[float] = []
+        self.changes: list[frozenset[str]] = []
+        self.busy = 0
+        self.failures_left = 0
+
+    async def sleep(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        await asyncio.sleep(0.002)
+
+    async def on_change(self, names: frozenset[str]) -> None:
+        self.busy += 1
+        assert self.busy == 1
+        await asyncio.sleep(0.005)
+        self.busy -= 1
+        if self.failures_left:
+            self.failures_left -= 1
+            raise RuntimeError("the store is away")
+        self.changes.append(names)
+
+
+@asynccontextmanager
+async def watching(world: World, *specs: ReplicaSpec) -> AsyncIterator[FleetWatch]:
+    watch = FleetWatch(
+        specs,
+        MODELS,
+        world.on_change,
+        client=scraping_client(),
+        probe_timeout_seconds=0.1,
+        sleep=world.sleep,
+    )
+    watch.start()
+    try:
+        yield watch
+    finally:
+        await watch.close()
+
+
+async def soon(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+async def test_a_replica_comes_up_and_is_announced() -> None:
+    async with engine() as here, engine() as there:
+        world = World()
+        async with watching(world, spec(here.url), spec(there.url, "b")) as watch:
+            assert not watch.is_up("a")
+            await watch.tried()
+            assert watch.is_up("a")
+            assert watch.is_up("b")
+            assert not watch.is_up("unknown")
+            await soon(lambda: frozenset().union(*world.changes) == {"a", "b"})
+            state = watch.states()[0]
+            assert state.shape is not None
+            assert (state.spec.name, state.shape.num_gpu_blocks, state.up, state.problem) == (
+                "a",
+                256,
+                True,
+                "",
+            )
+
+
+async def test_a_replica_that_does_not_answer_at_start_joins_later() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    world = World()
+    async with watching(world, spec(f"http://127.0.0.1:{port}")) as watch:
+        await watch.tried()
+        assert not watch.is_up("a")
+        assert "ConnectError" in watch.states()[0].problem
+        await soon(lambda: len(world.pauses) >= 5)
+        assert world.pauses[:5] == [1, 2, 4, BACKOFF_MAX_SECONDS, BACKOFF_MAX_SECONDS]
+        assert not world.changes
+        async with serving(Engine(), port):
+            await soon(lambda: watch.is_up("a"))
+            await soon(lambda: world.changes == [frozenset({"a"})])
+
+
+async def test_two_missed_probes_take_a_replica_out_and_one_good_brings_it_back() -> None:
+    async with engine() as here:
+        world = World()
+        async with watching(world, spec(here.url)) as watch:
+            await watch.tried()
+            here.health = (503, b"")
+            here.metrics = (200, metrics(cache_line(blocks=99)))
+            await soon(lambda: not watch.is_up("a"))
+            misses = world.pauses.index(0.5)
+            assert world.pauses[misses : misses + 2] == [0.5, 1.0]
+            assert watch.states()[0].problem == f"{here.url}/health answers 503"
+            here.health = (200, b"")
+            await soon(lambda: watch.is_up("a"))
+            shape = watch.states()[0].shape
+            assert shape is not None
+            assert shape.num_gpu_blocks == 99
+            await soon(lambda: len(world.changes) == 3)
+
+
+async def test_one_missed_probe_does_not_take_a_replica_out() -> None:
+    async with engine() as here:
+        world = World()
+        async with watching(world, spec(here.url)) as watch:
+            await watch.tried()
+            here.health = (503, b"")
+            await soon(lambda: 0.5 in world.pauses)
+            here.health = (200, b"")
+            probes = len(here.asked)
+            await soon(lambda: len(here.asked) >= probes + 6)
+            assert watch.is_up("a")
+            assert world.changes == [frozenset({"a"})]
+
+
+async def test_a_silent_replica_is_taken_out() -> None:
+    async with engine() as here:
+        world = World()
+        async with watching(world, spec(here.url)) as watch:
+            await watch.tried()
+            here.silence()
+            await soon(lambda: not watch.is_up("a"))
+            assert "does not answer within" in watch.states()[0].problem
+
+
+async def test_two_refused_connections_in_a_row_take_a_replica_out_at_once() -> None:
+    async with engine() as here:
+        world = World()
+        async with watching(world, spec(here.url)) as watch:
+            await watch.tried()
+            watch.report_failure("unknown", connecting=True)
+            watch.report_failure("a", connecting=True)
+            watch.report_failure("a", connecting=False)
+            assert watch.is_up("a")
+            watch.report_failure("a", connecting=True)
+            assert not watch.is_up("a")
+            await soon(lambda: watch.is_up("a"))
+
+
+async def test_a_good_probe_forgives_a_refused_connection() -> None:
+    async with engine() as here:
+        world = World()
+        async with watching(world, spec(here.url)) as watch:
+            await watch.tried()
+            watch.report_failure("a", connecting=True)
+            probes = len(here.asked)
+            await soon(lambda: len(here.asked) >= probes + 4)
+            watch.report_failure("a", connecting=True)
+            assert watch.is_up("a")
+
+
+async def test_another_model_at_the_same_address_is_taken_out_and_stays_down(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with engine() as here:
+        world = World()
+        async with watching(world, spec(here.url)) as watch:
+            await watch.tried()
+            here.models = (200, models("gpt2"))
+            await soon(lambda: not watch.is_up("a"))
+            pauses = len(world.pauses)
+            await soon(lambda: len(world.pauses) > pauses + 4)
+            assert not watch.is_up("a")
+            assert caplog.text.count("serves gpt2, not") == 1
+            here.models = (200, models(MODEL))
+            await soon(lambda: watch.is_up("a"))
+
+
+async def test_another_context_length_is_discovered_anew() -> None:
+    async with engine() as here:
+        world = World()
+        async with watching(world, spec(here.url)) as watch:
+            await watch.tried()
+            here.models = (200, models(MODEL, max_model_len=8192))
+
+            def grown() -> bool:
+                shape = watch.states()[0].shape
+                return watch.is_up("a") and shape is not None and shape.max_model_len == 8192
+
+            await soon(grown)
+
+
+async def test_a_failed_announcement_is_repeated() -> None:
+    async with engine() as here:
+        world = World()
+        world.failures_left = 3
+        async with watching(world, spec(here.url)):
+            await soon(lambda: world.changes == [frozenset({"a"})])
+
+
+async def test_changes_during_an_announcement_come_in_the_next_one() -> None:
+    async with engine() as here, engine() as there:
+        world = World()
+        async with watching(world, spec(here.url), spec(there.url, "b")) as watch:
+            await watch.tried()
+            await soon(lambda: bool(world.changes))
+            for _ in range(2):
+                watch.report_failure("a", connecting=True)
+            await soon(lambda: world.busy == 1)
+            for _ in range(2):
+                watch.report_failure("b", connecting=True)
+            await soon(lambda: frozenset({"b"}) in [names - {"a"} for names in world.changes[1:]])
+
+
+async def test_closing_while_a_probe_hangs_is_quick(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR)
+    async with engine() as here:
+        here.silence()
+        async with watching(World(), spec(here.url)):
+            await soon(lambda: bool(here.asked))
+    assert not caplog.records
+    assert asyncio.all_tasks() == {asyncio.current_task()}
