@@ -1,0 +1,314 @@
+"""The composition root: settings become objects, objects become one ASGI application.
+
+The only file that knows every room.  `Gateway.start` and `stop` are the process's life between them.
+"""
+
+import asyncio
+import contextlib
+import logging
+import secrets as random_secrets
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from gateway import __version__
+from gateway.call import Fleet
+from gateway.config import Fleet as FleetSettings
+from gateway.config import KeyEntry, Secrets, Settings, load_keys
+from gateway.core.events import Event as Fact
+from gateway.core.lifecycle import Event
+from gateway.flow import Flow
+from gateway.http.admin import create_api
+from gateway.http.auth import Key, Keyring, KeyringWatch, anonymous
+from gateway.http.errors import safe_request_id
+from gateway.http.proxy import Calls, ClassTerms, EdgeSettings, Proxy
+from gateway.ledger.connection import StoreAway
+from gateway.ledger.valkey import HoldLimits, ValkeyLedger
+from gateway.telemetry.logs import CallLog
+from gateway.telemetry.prometheus import CONTENT_TYPE, Metrics
+from gateway.tokens.tiktoken_counter import TiktokenCounter
+from gateway.upstream.client import AiohttpUpstream, UpstreamLimits
+from gateway.upstream.engines import FleetPlan, WatchedEngines
+from gateway.upstream.fleet import FleetWatch, ReplicaSpec, scraping_client
+
+log = logging.getLogger("kvgate.app")
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+GENERATING_PATHS = frozenset({b"/v1/chat/completions", b"/v1/completions"})
+"""Compared with the raw path: a variant that only decodes to one of them is an unknown path."""
+DISCOVERY_SECONDS = 6.0
+"""How long a start waits for replicas; those that answer later join later."""
+SETTLE_SECONDS = 5.0
+"""For giving back, at the very end, what calls still held."""
+STATE_SECONDS = 1.0
+"""A scrape within this time of the last one shows the same content of the store."""
+
+
+class FleetRoom:
+    """One fleet's engines, ledger and tasks."""
+
+    def __init__(self, settings: Settings, fleet: FleetSettings, secrets: Secrets, observer: Callable[[Fact], None]):
+        client = scraping_client(secrets.upstream_api_key, settings.upstream.ca_file)
+        names = frozenset(fleet.models)
+        self.watch = FleetWatch(_replica_specs(fleet), names, self._on_change, client=client)
+        self.engines = WatchedEngines(_plan(settings, fleet), self.watch)
+        store = settings.store
+        held = store.hold_seconds if store.on_outage == "hold" else 0.0
+        self.ledger = ValkeyLedger(
+            store.url,
+            fleet.name,
+            self.engines.books_config,
+            HoldLimits(held, store.hold_calls_max, store.hold_bytes_max),
+            observer,
+            keep_lost=store.on_lease_lost == "keep",
+        )
+        self.fleet = Fleet(fleet.name, self.engines, self.ledger)
+        self.models = fleet.models
+
+    async def _on_change(self, names: frozenset[str]) -> None:
+        self.engines.changed()
+        self.ledger.reconfigure()
+        for name in names:
+            await self.ledger.observe(name, self.watch.is_up(name))
+
+
+class Gateway:
+    """One worker process.  `start` raises what a wrong vocabulary or keys file raises."""
+
+    def __init__(self, settings: Settings, secrets: Secrets) -> None:
+        self._settings = settings
+        self._rooms: list[FleetRoom] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._state_read_at = -STATE_SECONDS
+        self.calls = Calls()
+        self._counter = TiktokenCounter()
+        self._metrics = Metrics(_metric_names(settings), [c.name for c in settings.classes], self.calls.inflight)
+        self._call_log = CallLog()
+        self._rooms = [FleetRoom(settings, fleet, secrets, self._observe) for fleet in settings.fleets]
+        self._keys = self._keyring()
+        upstream = settings.upstream
+        limits = UpstreamLimits(
+            upstream.connect_seconds, upstream.headers_seconds, upstream.first_event_seconds, upstream.idle_seconds
+        )
+        self._upstream = AiohttpUpstream(limits, ca_file=upstream.ca_file)
+        fleets = {model: room.fleet for room in self._rooms for model in room.models}
+        self._proxy = Proxy(
+            Flow(self._counter, self._upstream),
+            self._keys,
+            fleets,
+            _edge_settings(settings, secrets),
+            self.calls,
+            self._observe,
+        )
+        self._api = create_api(
+            self._keys, fleets, self.problem, self._render_metrics, self.state, secrets.admin_token, __version__
+        )
+
+    def _observe(self, fact: Fact) -> None:
+        self._metrics(fact)
+        self._call_log(fact)
+
+    def _keyring(self) -> Keyring | KeyringWatch:
+        auth = self._settings.auth
+        default = self._settings.default_class
+        nobody = None if auth.required else anonymous(default)
+        if auth.keys_file is None:
+            return Keyring((), nobody)
+        path = Path(auth.keys_file)
+        classes = [class_.name for class_ in self._settings.classes]
+        read = partial(_read_keys, path, classes)
+        return KeyringWatch(path, read, nobody, self._metrics.keys_reload_failed)
+
+    # -- life ----------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Return once replicas were asked; what is still missing shows in `problem`."""
+        loop = asyncio.get_running_loop()
+        for room in self._rooms:
+            room.watch.start()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DISCOVERY_SECONDS):
+                await asyncio.gather(*(room.watch.tried() for room in self._rooms))
+        for room in self._rooms:
+            self._tasks.append(loop.create_task(room.ledger.run()))
+        self._tasks.append(loop.create_task(self.calls.watch_writes()))
+        if isinstance(self._keys, KeyringWatch):
+            self._tasks.append(loop.create_task(self._keys.run()))
+
+    def drain(self) -> None:
+        """Not ready from now on; after the grace period what still runs is ended."""
+        if self.calls.draining:
+            return self.end_grace()
+        self.calls.drain()
+        asyncio.get_running_loop().call_later(self._settings.server.grace_seconds, self.end_grace)
+
+    def end_grace(self) -> None:
+        self.calls.interrupt(Event.GRACE_OVER)
+
+    async def stop(self) -> None:
+        """Give back what is still held, then end everything."""
+        await asyncio.gather(*(room.ledger.close(SETTLE_SECONDS) for room in self._rooms))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for room in self._rooms:
+            await room.watch.close()
+        await self._upstream.close()
+        self._counter.close()
+
+    # -- what operators see --------------------------------------------------------------------------------------
+
+    def problem(self) -> str:
+        """Why this process should get no traffic; empty when it should."""
+        if self.calls.draining:
+            return "draining"
+        for room in self._rooms:
+            if not room.ledger.ready:
+                return f"the store of fleet {room.fleet.name} does not answer, or its gate is still closed"
+            if not any(state.up for state in room.watch.states()):
+                return f"no replica of fleet {room.fleet.name} is up"
+        return ""
+
+    async def state(self) -> dict[str, Any]:
+        """What the store and this process hold; the numbers at the top are sums over fleets."""
+        inflight = self.calls.inflight()
+        fleets: dict[str, Any] = {}
+        for room in self._rooms:
+            try:
+                fleet = await room.ledger.state()
+            except StoreAway:
+                fleet = {"pools": {}, "reserved": None, "leases": None, "queue": None, "queued": {}, "keys": {}}
+            fleets[room.fleet.name] = {**fleet, "inflight": inflight.get(room.fleet.name, 0)}
+        counts = ("reserved", "leases", "queue", "inflight")
+        sums = {name: _sum(fleet[name] for fleet in fleets.values()) for name in counts}
+        return {"fleets": fleets, **sums, "ready": not self.problem()}
+
+    async def _render_metrics(self) -> tuple[bytes, str]:
+        now = asyncio.get_running_loop().time()
+        if now - self._state_read_at >= STATE_SECONDS:
+            self._state_read_at = now
+            for name, fleet in (await self.state())["fleets"].items():
+                self._metrics.set_state(name, fleet)
+        return self._metrics.render(), CONTENT_TYPE
+
+    # -- ASGI ----------------------------------------------------------------------------------------------------
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            return await self._lifespan(receive, send)
+        if scope["type"] == "websocket":
+            return await send({"type": "websocket.close", "code": 1008})
+        if scope["raw_path"] in GENERATING_PATHS:
+            return await self._proxy(scope, receive, send)
+        given = dict(scope["headers"]).get(b"x-request-id")
+        with_id = _with_request_id(send, safe_request_id(given, random_secrets.token_hex(16)))
+        return await self._api(scope, receive, with_id)
+
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
+        await receive()
+        try:
+            await self.start()
+        except Exception as error:
+            await send({"type": "lifespan.startup.failed", "message": str(error)})
+            return
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        await self.stop()
+        await send({"type": "lifespan.shutdown.complete"})
+
+
+def _with_request_id(send: Send, request_id: str) -> Send:
+    async def send_with_id(message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+        await send(message)
+
+    return send_with_id
+
+
+def _sum(values: Iterable[int | None]) -> int | None:
+    found = list(values)
+    return None if None in found else sum(value or 0 for value in found)
+
+
+def _read_keys(path: Path, classes: list[str]) -> tuple[Key, ...]:
+    return tuple(_key(entry) for entry in load_keys(path, classes))
+
+
+def _key(entry: KeyEntry) -> Key:
+    limits = entry.limits
+    return Key(
+        name=entry.name,
+        class_=entry.class_,
+        weight=entry.weight,
+        group=entry.group,
+        models=None if entry.models is None else frozenset(entry.models),
+        requests_max=limits.requests_max,
+        blocks_max=limits.blocks_max,
+        context_tokens_max=limits.context_tokens_max,
+        max_output_tokens=limits.max_output_tokens,
+        expires_ms=entry.expires_ms,
+        digest=bytes.fromhex(entry.sha256),
+    )
+
+
+def _replica_specs(fleet: FleetSettings) -> list[ReplicaSpec]:
+    defaults = ReplicaSpec("", "", "")
+    return [
+        ReplicaSpec(
+            pool=pool.name,
+            name=replica.name,
+            url=replica.url,
+            num_gpu_blocks=replica.num_gpu_blocks,
+            block_size=replica.block_size,
+            max_model_len=replica.max_model_len,
+            max_num_seqs=replica.max_num_seqs or defaults.max_num_seqs,
+            prefill_tokens=replica.prefill_tokens or defaults.prefill_tokens,
+        )
+        for pool in fleet.pools
+        for replica in pool.replicas
+    ]
+
+
+def _plan(settings: Settings, fleet: FleetSettings) -> FleetPlan:
+    return FleetPlan(
+        name=fleet.name,
+        model=fleet.model,
+        names=frozenset(fleet.models),
+        default_output_tokens=fleet.default_output_tokens,
+        max_output_tokens=fleet.max_output_tokens,
+        token_factor=fleet.token_factor,
+        speculative_tokens=fleet.speculative_tokens,
+        share_prompt_of_n=fleet.share_prompt_of_n,
+        safe_fraction=fleet.safe_fraction,
+        overtake_blocks=fleet.overtake_blocks,
+        pools=tuple((pool.name, pool.max_prompt_tokens) for pool in fleet.pools),
+        lanes=fleet.lanes,
+        classes=tuple((class_.name, round(class_.share * 1000)) for class_ in settings.classes),
+        lease_ms=round(settings.store.lease_seconds * 1000),
+        heartbeat_ms=round(settings.store.heartbeat_seconds * 1000),
+    )
+
+
+def _edge_settings(settings: Settings, secrets: Secrets) -> EdgeSettings:
+    return EdgeSettings(
+        body_bytes_max=settings.server.body_bytes_max,
+        body_seconds=settings.server.body_seconds,
+        n_max=settings.server.n_max,
+        overload_status=settings.answers.overload_status,
+        show_replica=settings.answers.show_replica,
+        upstream_api_key=secrets.upstream_api_key,
+        classes={c.name: ClassTerms(round(c.seconds_max * 1000), c.depth_max) for c in settings.classes},
+        default_class=settings.default_class,
+    )
+
+
+def _metric_names(settings: Settings) -> dict[str, dict[str, list[str]]]:
+    return {
+        fleet.name: {pool.name: [replica.name for replica in pool.replicas] for pool in fleet.pools}
+        for fleet in settings.fleets
+    }

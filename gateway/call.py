@@ -1,0 +1,126 @@
+"""One call and its surroundings, as the flow and the HTTP edge share them."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from gateway.core import lifecycle
+from gateway.core.estimate import Demand
+from gateway.core.lifecycle import Event, Phase, Step
+from gateway.core.outcomes import Code, Outcome, Refusal
+from gateway.core.request import GenerationRequest
+from gateway.core.route import KeyLimits
+from gateway.core.sse import Usage
+from gateway.ledger.api import Admission, Grant, Ledger
+from gateway.upstream.api import Engines, Headers, Receiver
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    name: str
+    engines: Engines
+    ledger: Ledger
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a caller's key and class allow."""
+
+    key: str
+    """The name under which the ledger keeps what the key holds; keys of one group share it."""
+    class_: str
+    weight: int
+    requests_max: int | None
+    limits: KeyLimits
+    wait_ms: int
+    queue_max: int
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One call on its way through the gateway; what is learned of it is noted here."""
+
+    request_id: str
+    """The client's own, or ours: for logs and the answer."""
+    request: GenerationRequest
+    headers: Headers
+    """For the engine, already filtered; they carry an id of ours."""
+    fleet: Fleet
+    terms: Terms
+    started: float
+    """When the last byte of the body had been read; like all times here seconds of the monotonic clock."""
+    task: asyncio.Task[object]
+    phase: Phase = Phase.ESTIMATING
+    demand: Demand | None = None
+    grant: Grant | None = None
+    tried: list[str] = field(default_factory=list)
+    """Replicas that failed."""
+    sent_at: float = 0.0
+    writing_since: float | None = None
+    """Set while a write to the client has not returned."""
+    usage: Usage | None = None
+    output_events: int = 0
+    status: int = 0
+    """Of the answer; 0 while none has begun."""
+    outcome: Outcome | None = None
+    reason: Code | None = None
+    interrupted: Event | None = None
+
+    def advance(self, event: Event) -> Step:
+        """Take the step that the table has for the event."""
+        step = lifecycle.step(self.phase, event)
+        if step.phase is Phase.SETTLED and self.phase is not Phase.SETTLED:
+            self.outcome, self.reason = step.outcome, step.code
+        self.phase = step.phase
+        return step
+
+    def interrupt(self, event: Event) -> None:
+        """End the call from outside where the table lets the event end calls; the first one counts."""
+        if self.interrupted or self.phase is Phase.SETTLED:
+            return
+        if lifecycle.step(self.phase, event).phase is Phase.SETTLED:
+            self.interrupted = event
+            self.task.cancel()
+
+    def admission(self, demand: Demand) -> Admission:
+        terms = self.terms
+        return Admission(
+            key=terms.key,
+            class_=terms.class_,
+            lane=demand.lane,
+            blocks=demand.blocks,
+            sequences=demand.sequences,
+            prefill=demand.prefill,
+            cost=demand.cost,
+            wait_ms=terms.wait_ms,
+            weight=terms.weight,
+            blocks_max=-1 if terms.limits.blocks_max is None else terms.limits.blocks_max,
+            requests_max=-1 if terms.requests_max is None else terms.requests_max,
+            queue_max=terms.queue_max,
+            body_bytes=len(self.request.body),
+        )
+
+
+class Relay(Receiver, Protocol):
+    """Takes one engine's answer and passes it on."""
+
+    async def finish(self) -> None:
+        """The engine's answer is complete: pass the rest on.  Raises UpstreamFailed where it proves a failure."""
+        ...
+
+
+class Client(Protocol):
+    """The way back to whoever sent the call."""
+
+    def relay(self, call: Call, first_token: Callable[[], None]) -> Relay:
+        """A receiver for one attempt.  It advances the call with FORWARDED and tells of the first data event."""
+        ...
+
+    async def refuse(self, call: Call, refusal: Refusal) -> None:
+        """A whole answer that says why the call is not served."""
+        ...
+
+    async def fail(self, call: Call, refusal: Refusal) -> None:
+        """The answer has begun: end it so that no client takes it for a success."""
+        ...

@@ -1,0 +1,86 @@
+"""The command line: `kvgate serve | mock | check-config | new-key`."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from gateway import __version__
+from gateway.config import ConfigError, load, load_keys, load_secrets, without_password
+from gateway.http.auth import new_key
+from gateway.ledger.embedded import EmbeddedStoreError
+from gateway.mock import serve as mock
+from gateway.serve import DemoError, serve, serve_demo, serve_inherited
+from gateway.tokens.tiktoken_counter import VocabularyError
+
+OPERATOR_ERRORS = (ConfigError, EmbeddedStoreError, VocabularyError, DemoError, OSError)
+"""Told in one line, without a traceback."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status."""
+    parsed = _parser().parse_args(arguments)
+    try:
+        return int(parsed.run(parsed))
+    except OPERATOR_ERRORS as error:
+        print(f"kvgate: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="kvgate", description="Token-budgeted admission control for vLLM fleets.")
+    parser.add_argument("--version", action="version", version=f"kvgate {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    serve_ = commands.add_parser("serve", help="run the gateway")
+    what = serve_.add_mutually_exclusive_group(required=True)
+    what.add_argument("--config", type=Path, help="the configuration file (YAML)")
+    what.add_argument("--demo", action="store_true", help="embedded Valkey, two pools of mock engines, a new key")
+    serve_.add_argument("--host", default="127.0.0.1")
+    serve_.add_argument("--port", type=int, default=8080)
+    serve_.add_argument("--workers", type=int, default=1, help="processes that share the port (default 1)")
+    serve_.add_argument("--listen-fd", type=int, help=argparse.SUPPRESS)
+    serve_.set_defaults(run=_serve)
+
+    mock_ = commands.add_parser("mock", help="run a mock vLLM engine")
+    mock.add_arguments(mock_)
+    mock_.set_defaults(run=mock.run)
+
+    check = commands.add_parser("check-config", help="check a configuration file and its keys file")
+    check.add_argument("file", type=Path)
+    check.set_defaults(run=_check_config)
+
+    key = commands.add_parser("new-key", help="make an API key and the entry for the keys file")
+    key.add_argument("name", help="what logs and metrics call it")
+    key.set_defaults(run=_new_key)
+    return parser
+
+
+def _serve(parsed: argparse.Namespace) -> int:
+    if parsed.demo:
+        return serve_demo(parsed.host, parsed.port, os.environ)
+    settings = load(parsed.config, os.environ)
+    secrets = load_secrets(settings, os.environ)
+    if parsed.listen_fd is not None:
+        return serve_inherited(settings, secrets, parsed.listen_fd)
+    return serve(parsed.config, settings, secrets, parsed.host, parsed.port, parsed.workers)
+
+
+def _check_config(parsed: argparse.Namespace) -> int:
+    settings = load(parsed.file, os.environ)
+    keys = ""
+    if settings.auth.keys_file:
+        found = load_keys(Path(settings.auth.keys_file), [class_.name for class_ in settings.classes])
+        keys = f", {len(found)} keys"
+    fleets = ", ".join(fleet.name for fleet in settings.fleets)
+    print(f"{parsed.file}: good. Fleets: {fleets}; store: {without_password(settings.store.url)}{keys}")
+    return 0
+
+
+def _new_key(parsed: argparse.Namespace) -> int:
+    secret, digest = new_key()
+    print(f"key (shown only now): {secret}\n\nentry for the keys file:\n- {{name: {parsed.name}, sha256: {digest}}}")
+    return 0

@@ -1,0 +1,184 @@
+"""The spine: what happens to one call.  Read `Flow._serve` first.
+
+    HTTP in -> estimate -> admit -> wait -> stream -> settle
+
+The reservation's id exists before the store hears of it, and from then on every way out leads through `settle`, which
+is synchronous and so cannot be cancelled.  Whatever ends a call from outside cancels its task; `Call.interrupted` says
+why, and `core/lifecycle.py` what that means.
+"""
+
+import asyncio
+import math
+import time
+from functools import partial
+
+from gateway.call import Call, Client
+from gateway.core.blocks import used_blocks
+from gateway.core.estimate import Demand, prompt_tokens, token_bounds
+from gateway.core.lifecycle import Action, Event, Step
+from gateway.core.outcomes import Code, Refusal
+from gateway.core.prefill import PrefillTimes
+from gateway.core.prompt import Prompt, PromptTokens
+from gateway.core.request import forward
+from gateway.core.route import candidate_lanes, hopeless, route
+from gateway.ledger.api import Grant, Reservation
+from gateway.tokens.api import Counter
+from gateway.upstream.api import Upstream, UpstreamFailed, UpstreamRequest
+
+ATTEMPTS_MAX = 2
+"""A second replica is tried once, while nothing was forwarded."""
+
+
+class Flow:
+    """Serves calls; one for the process."""
+
+    def __init__(self, counter: Counter, upstream: Upstream) -> None:
+        self._counter = counter
+        self._upstream = upstream
+        self._prefill_times = PrefillTimes()
+
+    async def serve(self, call: Call, client: Client) -> None:
+        """Answer the call, whatever happens to it.  Returns when the last byte was written or nobody is left to read."""
+        try:
+            ending = await self._serve(call, client)
+        except asyncio.CancelledError:
+            if call.interrupted is None:
+                raise
+            call.task.uncancel()
+            ending = call.advance(call.interrupted)
+        await _tell(call, client, ending)
+
+    async def _serve(self, call: Call, client: Client) -> Refusal | Step | None:
+        """None when the answer was passed on whole; else what the client is still owed."""
+        demand = await self._estimate(call)
+        if isinstance(demand, Refusal):
+            return demand
+        call.demand = demand
+        call.advance(Event.COUNTED)
+        reservation = call.fleet.ledger.open(call.admission(demand), partial(call.interrupt, Event.LEASE_LOST))
+        try:
+            answer = await reservation.granted()
+            while isinstance(answer, Grant):
+                failure = await self._stream(call, demand, answer, reservation, client)
+                if failure is None or failure.action is not Action.MOVE:
+                    return failure
+                answer = await reservation.moved(answer.replica)
+            return answer
+        finally:
+            reservation.settle(*_used(call, demand))
+
+    # -- estimate ------------------------------------------------------------------------------------------------
+
+    async def _estimate(self, call: Call) -> Demand | Refusal:
+        """The call's demand; hopeless and saturated calls are refused on bytes, before their tokens are counted."""
+        shape, request, limits = call.fleet.engines.shape(), call.request, call.terms.limits
+        low, high = token_bounds(request, shape.token_factor)
+        refusal = hopeless(shape, request, low, limits)
+        if refusal:
+            return refusal
+        lanes = candidate_lanes(shape, request, low, high, limits)
+        refusal = call.fleet.ledger.known_refusal(lanes, call.terms.class_)
+        if refusal:
+            return refusal
+        counts = [await self._count(prompt, shape.token_factor) for prompt in request.prompts]
+        return route(shape, request, counts, limits)
+
+    async def _count(self, prompt: Prompt, factor: float) -> int:
+        if isinstance(prompt, PromptTokens):
+            return prompt.tokens
+        counted = await self._counter.count(prompt.texts)
+        return prompt_tokens(prompt, counted, factor)
+
+    # -- stream --------------------------------------------------------------------------------------------------
+
+    async def _stream(
+        self, call: Call, demand: Demand, grant: Grant, reservation: Reservation, client: Client
+    ) -> Step | None:
+        """One attempt: the call to its replica, the answer to the client.  None when that is complete."""
+        call.advance(Event.GRANTED)
+        call.grant = grant
+        call.sent_at = time.monotonic()
+        relay = client.relay(call, partial(self._first_token, call, demand, grant, reservation))
+        url = call.fleet.engines.url(grant.replica)
+        request = UpstreamRequest(url, call.request.endpoint, call.headers, forward(call.request, demand.output_tokens))
+        prefill_over = self._end_prefill_later(call, demand, grant, reservation)
+        try:
+            await self._upstream.exchange(request, relay)
+            await relay.finish()
+        except UpstreamFailed as failed:
+            return _failed(call, demand, grant, failed)
+        finally:
+            if prefill_over:
+                prefill_over.cancel()
+        call.advance(Event.ENDED)
+        return None
+
+    def _first_token(self, call: Call, demand: Demand, grant: Grant, reservation: Reservation) -> None:
+        """The engine has computed the prompt: its share of the prefill budget is free."""
+        reservation.first_token()
+        if demand.prefill:
+            took_ms = (time.monotonic() - call.sent_at) * 1000
+            self._prefill_times.observe(grant.replica, demand.prefill, took_ms)
+
+    def _end_prefill_later(
+        self, call: Call, demand: Demand, grant: Grant, reservation: Reservation
+    ) -> asyncio.TimerHandle | None:
+        """An answer that is no stream shows no first token: its share ends after the time that was learned."""
+        if call.request.stream or not demand.prefill:
+            return None
+        seconds = self._prefill_times.seconds(grant.replica, demand.prefill)
+        return asyncio.get_running_loop().call_later(seconds, reservation.first_token)
+
+
+def _failed(call: Call, demand: Demand, grant: Grant, failed: UpstreamFailed) -> Step:
+    """Another replica, once, while nothing was forwarded; else the end."""
+    call.tried.append(grant.replica)
+    engines = call.fleet.engines
+    engines.report_failure(grant.replica, failed.connecting)
+    again = call.status == 0 and len(call.tried) < ATTEMPTS_MAX and engines.others_up(demand.lane, call.tried)
+    if again:
+        return call.advance(Event.TIMED_OUT if failed.timed_out else Event.FAILED)
+    return call.advance(Event.TIMED_OUT_FOR_GOOD if failed.timed_out else Event.FAILED_FOR_GOOD)
+
+
+# -- settle ------------------------------------------------------------------------------------------------------
+
+
+def _used(call: Call, demand: Demand) -> tuple[int | None, int | None]:
+    """Blocks really used, where the engine said, and block-seconds really held."""
+    if call.grant is None:
+        return None, None
+    held_seconds = max(1, math.ceil(time.monotonic() - call.sent_at))
+    return unshared_blocks_used(call, demand), demand.unshared_blocks * held_seconds
+
+
+def unshared_blocks_used(call: Call, demand: Demand) -> int | None:
+    """From the engine's `usage`; None where it sent none."""
+    usage = call.usage
+    if usage is None or usage.completion_tokens is None:
+        return None
+    prompts = len(call.request.prompts)
+    return used_blocks(usage.prompt_tokens, usage.completion_tokens, prompts, demand.sequences, demand.block_size)
+
+
+WORDS = {
+    Code.DRAINING: "this gateway is shutting down",
+    Code.LEASE_LOST: "the place of this request was given to another one while the store was out of reach",
+    Code.UPSTREAM_ERROR: "the engine failed or could not be reached",
+    Code.UPSTREAM_TIMEOUT: "the engine did not answer in time",
+}
+RETRY_MS = {Code.DRAINING: 1000, Code.LEASE_LOST: 1000}
+
+
+async def _tell(call: Call, client: Client, ending: Refusal | Step | None) -> None:
+    """Write what the client is still owed; everything was given back before."""
+    if isinstance(ending, Refusal):
+        call.advance(Event.REFUSED)
+        call.reason = ending.code
+        await client.refuse(call, ending)
+    elif ending is not None and ending.code in WORDS:
+        refusal = Refusal(ending.code, WORDS[ending.code], retry_ms=RETRY_MS.get(ending.code))
+        if ending.action is Action.ERROR_EVENT:
+            await client.fail(call, refusal)
+        elif ending.action is Action.ANSWER:
+            await client.refuse(call, refusal)

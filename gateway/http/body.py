@@ -1,0 +1,84 @@
+"""Reading a request's body within a limit of bytes and of time."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from typing import Any
+
+from gateway.core.outcomes import Code, Refusal
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+
+
+class ClientLeft(Exception):
+    """The client closed the connection; nobody is there to be answered."""
+
+
+async def read_body(scope: Scope, receive: Receive, limit_bytes: int, seconds: float) -> bytes | Refusal:
+    """The whole body, or why it is not taken.  Raises ClientLeft.
+
+    A refusal may come before all was read: its answer has to close the connection, or what is left would be parsed
+    as the next request.  Holds at most `limit_bytes` and one chunk, twice for a moment at the end.
+    """
+    declared = _declared_bytes(scope["headers"], limit_bytes)
+    if isinstance(declared, Refusal):
+        return declared
+    try:
+        async with asyncio.timeout(seconds):
+            body = await _collect(receive, limit_bytes)
+    except TimeoutError:
+        return Refusal(
+            Code.BODY_TIMEOUT, f"the request body did not arrive within server.body_seconds ({seconds:g} s)"
+        )
+    if isinstance(body, bytes) and declared is not None and len(body) != declared:
+        return _invalid(f"content-length is {declared}, but the body has {len(body)} bytes")
+    return body
+
+
+async def _collect(receive: Receive, limit_bytes: int) -> bytes | Refusal:
+    collected = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientLeft
+        chunk: bytes = message.get("body", b"")
+        if len(collected) + len(chunk) > limit_bytes:
+            return _too_large("the request body", limit_bytes)
+        if message.get("more_body", False):
+            collected += chunk
+        else:
+            return bytes(collected + chunk) if collected else chunk
+
+
+def _declared_bytes(headers: Iterable[tuple[bytes, bytes]], limit_bytes: int) -> int | Refusal | None:
+    """What the headers say of the body's length, None where they leave it open."""
+    lengths = set()
+    chunked = False
+    for name, value in headers:
+        if name == b"content-length":
+            lengths.add(value)
+        elif name == b"transfer-encoding":
+            chunked = True
+        elif name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
+            return Refusal(
+                Code.UNSUPPORTED_ENCODING, "content-encoding has to be identity", "content-encoding"
+            )
+    if not lengths:
+        return None
+    length = lengths.pop()
+    if lengths or chunked or not length.isdigit():
+        return _invalid("content-length has to be one whole number, and alone")
+    digits = length.lstrip(b"0") or b"0"
+    if len(digits) > 18 or int(digits) > limit_bytes:
+        return _too_large(
+            f"a request body of {digits[:18].decode()}{'...' * (len(digits) > 18)} bytes", limit_bytes
+        )
+    return int(digits)
+
+
+def _too_large(what: str, limit_bytes: int) -> Refusal:
+    return Refusal(Code.BODY_TOO_LARGE, f"{what} is over server.body_bytes_max ({limit_bytes} bytes)")
+
+
+def _invalid(message: str) -> Refusal:
+    return Refusal(Code.INVALID_VALUE, message, "content-length")

@@ -1,0 +1,368 @@
+"""The request path as plain ASGI: authenticate, read, parse, hand to the flow, and say how it ended.
+
+Plain ASGI because Starlette's BaseHTTPMiddleware hides disconnects, and because a cancelled task is all the machinery
+that a leaving client needs.
+"""
+
+import asyncio
+import logging
+import random
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from gateway.call import Call, Fleet, Terms
+from gateway.core.events import CallEnded, Observer
+from gateway.core.headers import request_headers
+from gateway.core.lifecycle import Event, Phase
+from gateway.core.outcomes import Code, Outcome, Refusal
+from gateway.core.request import Endpoint, GenerationRequest, parse
+from gateway.core.route import KeyLimits
+from gateway.flow import Flow, unshared_blocks_used
+from gateway.http.auth import Key
+from gateway.http.body import ClientLeft, Receive, Scope, read_body
+from gateway.http.errors import Answer, Send, answer_of, error_event, safe_request_id, send_answer
+from gateway.http.relay import AnswerCutOff, AnswerRelay
+
+log = logging.getLogger("kvgate.proxy")
+
+MODEL_CHARS_SHOWN = 64
+"""A client gets its own model name back in an error, up to this length."""
+CLIENT_STALL_SECONDS = 60.0
+"""A client that takes no byte of its answer for so long has left."""
+STALL_CHECK_SECONDS = 1.0
+
+
+class Keys(Protocol):
+    def find(self, authorization: bytes | None, api_key: bytes | None, now_ms: int) -> Key | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ClassTerms:
+    """What calls of one class may queue for."""
+
+    wait_ms: int
+    queue_max: int
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeSettings:
+    body_bytes_max: int
+    body_seconds: float
+    n_max: int
+    overload_status: int
+    show_replica: bool
+    upstream_api_key: str | None = field(repr=False)
+    classes: Mapping[str, ClassTerms]
+    default_class: str
+
+
+class Calls:
+    """The calls of this process that are past their body, so that they can be counted and ended from outside."""
+
+    def __init__(self) -> None:
+        self._calls: set[Call] = set()
+        self.draining = False
+
+    def add(self, call: Call) -> None:
+        self._calls.add(call)
+
+    def discard(self, call: Call) -> None:
+        self._calls.discard(call)
+
+    def inflight(self) -> dict[str, int]:
+        """Calls by fleet."""
+        counts: dict[str, int] = {}
+        for call in self._calls:
+            counts[call.fleet.name] = counts.get(call.fleet.name, 0) + 1
+        return counts
+
+    def drain(self) -> None:
+        """No new calls; those that wait are answered 503, those that run go on."""
+        self.draining = True
+        self.interrupt(Event.DRAINED)
+
+    def interrupt(self, event: Event) -> None:
+        for call in list(self._calls):
+            call.interrupt(event)
+
+    async def watch_writes(self) -> None:
+        """End calls whose clients stopped to read; runs until cancelled."""
+        while True:
+            await asyncio.sleep(STALL_CHECK_SECONDS)
+            late = time.monotonic() - CLIENT_STALL_SECONDS
+            for call in list(self._calls):
+                if call.writing_since is not None and call.writing_since < late:
+                    call.interrupt(Event.LEFT)
+
+
+@dataclass(slots=True)
+class _Visit:
+    """One HTTP request until its call is known; afterwards the call carries the story."""
+
+    request_id: str
+    send: Send
+    began: float
+    key: Key | None = None
+
+
+class Proxy:
+    """The ASGI application of the generating endpoints."""
+
+    def __init__(
+        self,
+        flow: Flow,
+        keys: Keys,
+        fleets: Mapping[str, Fleet],
+        settings: EdgeSettings,
+        calls: Calls,
+        observer: Observer,
+        jitter: Callable[[], float] = lambda: random.uniform(1, 1.25),
+    ) -> None:
+        """`fleets` by every model name that they answer to."""
+        self._flow = flow
+        self._keys = keys
+        self._fleets = fleets
+        self._settings = settings
+        self._calls = calls
+        self._observer = observer
+        self._jitter = jitter
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = dict(scope["headers"])
+        visit = _Visit(safe_request_id(headers.get(b"x-request-id"), secrets.token_hex(16)), send, time.monotonic())
+        try:
+            await self._visit(visit, scope, receive, headers)
+        except ClientLeft:
+            self._report_early(visit, None, Outcome.CANCELLED, Code.CLIENT_DISCONNECT, 499)
+        except AnswerCutOff:
+            raise
+        except Exception:
+            log.exception("internal error", extra={"request_id": visit.request_id})
+            await self._refuse_early(visit, Refusal(Code.INTERNAL_ERROR, ""), close=True)
+
+    async def _visit(self, visit: _Visit, scope: Scope, receive: Receive, headers: Mapping[bytes, bytes]) -> None:
+        refusal = self._refuse_unread(visit, scope, headers)
+        if refusal:
+            return await self._refuse_early(visit, refusal, close=True)
+        body = await read_body(scope, receive, self._settings.body_bytes_max, self._settings.body_seconds)
+        visit.began = time.monotonic()
+        if isinstance(body, Refusal):
+            return await self._refuse_early(visit, body, close=True)
+        call = self._open_call(visit, scope, body)
+        if isinstance(call, Refusal):
+            return await self._refuse_early(visit, call, close=False)
+        await self._serve(visit, call, receive)
+
+    # -- before there is a call ----------------------------------------------------------------------------------
+
+    def _refuse_unread(self, visit: _Visit, scope: Scope, headers: Mapping[bytes, bytes]) -> Refusal | None:
+        """What is refused before a byte of the body is read."""
+        if scope["method"] != "POST":
+            return Refusal(Code.METHOD_NOT_ALLOWED, f"{scope['path']} takes POST")
+        now_ms = int(time.time() * 1000)
+        visit.key = self._keys.find(headers.get(b"authorization"), headers.get(b"x-api-key"), now_ms)
+        if visit.key is None:
+            return Refusal(Code.INVALID_API_KEY, "no valid API key in `Authorization: Bearer` or `x-api-key`")
+        if self._calls.draining:
+            return Refusal(Code.DRAINING, "this gateway is shutting down", retry_ms=1000)
+        return None
+
+    def _open_call(self, visit: _Visit, scope: Scope, body: bytes) -> Call | Refusal:
+        assert visit.key is not None
+        request = parse(Endpoint(scope["path"]), body, self._settings.n_max)
+        if isinstance(request, Refusal):
+            return request
+        fleet = self._fleet_of(request, visit.key)
+        if isinstance(fleet, Refusal):
+            return fleet
+        task = asyncio.current_task()
+        assert task is not None
+        upstream_id = f"kvg-{secrets.token_hex(16)}"
+        passed = request_headers(scope["headers"], upstream_id, self._settings.upstream_api_key)
+        terms = self._terms_of(visit.key)
+        return Call(visit.request_id, request, passed, fleet, terms, visit.began, task)
+
+    def _fleet_of(self, request: GenerationRequest, key: Key) -> Fleet | Refusal:
+        """Without a model name the only fleet is meant, as vLLM means its only model."""
+        names = {fleet.name for fleet in self._fleets.values()}
+        if request.model is None and len(names) == 1:
+            fleet = next(iter(self._fleets.values()))
+            return self._cleared(fleet, fleet.engines.shape().model, key)
+        if request.model is None:
+            return Refusal(Code.MISSING_FIELD, "`model` is missing; this gateway serves several", "model")
+        found = self._fleets.get(request.model)
+        if found is None:
+            shown = request.model[:MODEL_CHARS_SHOWN]
+            return Refusal(Code.MODEL_NOT_FOUND, f"The model `{shown}` does not exist.", "model")
+        return self._cleared(found, request.model, key)
+
+    def _cleared(self, fleet: Fleet, model: str, key: Key) -> Fleet | Refusal:
+        if key.models is None or model in key.models:
+            return fleet
+        return Refusal(Code.MODEL_NOT_ALLOWED, f"this key may not use the model `{model}`", "model")
+
+    def _terms_of(self, key: Key) -> Terms:
+        queue = self._settings.classes.get(key.class_) or self._settings.classes[self._settings.default_class]
+        return Terms(
+            key=f"@{key.group}" if key.group else key.name,
+            class_=key.class_ if key.class_ in self._settings.classes else self._settings.default_class,
+            weight=key.weight,
+            requests_max=key.requests_max,
+            limits=KeyLimits(key.context_tokens_max, key.max_output_tokens, key.blocks_max),
+            wait_ms=queue.wait_ms,
+            queue_max=queue.queue_max,
+        )
+
+    async def _refuse_early(self, visit: _Visit, refusal: Refusal, close: bool) -> None:
+        answer = self._answer(refusal)
+        await send_answer(visit.send, answer, visit.request_id, close)
+        self._report_early(visit, refusal, Outcome.REFUSED, refusal.code, answer.status)
+
+    def _answer(self, refusal: Refusal) -> Answer:
+        return answer_of(refusal, self._settings.overload_status, self._jitter())
+
+    # -- the call ------------------------------------------------------------------------------------------------
+
+    async def _serve(self, visit: _Visit, call: Call, receive: Receive) -> None:
+        """Run the flow, with an eye on the client; count the call whatever happens."""
+        client = _HttpClient(self, visit)
+        self._calls.add(call)
+        watcher = asyncio.create_task(_watch(receive, call))
+        try:
+            await self._flow.serve(call, client)
+        except AnswerCutOff:
+            raise
+        except Exception:
+            log.exception("internal error", extra={"request_id": call.request_id})
+            await self._apologise(call, client)
+        finally:
+            watcher.cancel()
+            self._calls.discard(call)
+            self._report(visit, call)
+
+    async def _apologise(self, call: Call, client: "_HttpClient") -> None:
+        call.outcome, call.reason = Outcome.FAILED, Code.INTERNAL_ERROR
+        refusal = Refusal(Code.INTERNAL_ERROR, "")
+        if call.status:
+            await client.fail(call, refusal)
+        else:
+            await client.refuse(call, refusal)
+
+    def own_headers(self, call: Call) -> list[tuple[bytes, bytes]]:
+        """What kvgate says about the call, on every answer that was admitted."""
+        headers = [(b"x-request-id", call.request_id.encode())]
+        if call.grant and call.demand:
+            headers += [
+                (b"x-kvgate-reserved-blocks", b"%d" % call.demand.blocks),
+                (b"x-kvgate-output-limit", b"%d" % call.demand.output_tokens),
+                (b"x-kvgate-queue-ms", b"%d" % call.grant.queue_ms),
+                (b"x-kvgate-pool", call.fleet.engines.pool(call.grant.replica).encode()),
+            ]
+            if self._settings.show_replica:
+                headers.append((b"x-kvgate-replica", call.grant.replica.encode()))
+        if call.request.stream:
+            headers += [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+        return headers
+
+    def relay(self, call: Call, send: Send, first_token: Callable[[], None]) -> AnswerRelay:
+        return AnswerRelay(call, send, self.own_headers(call), first_token, self._observer)
+
+    async def refuse(self, visit: _Visit, call: Call, refusal: Refusal) -> None:
+        answer = self._answer(refusal)
+        call.status = answer.status
+        call.writing_since = time.monotonic()
+        await send_answer(visit.send, answer, call.request_id, close=False)
+        call.writing_since = None
+
+    # -- the report ----------------------------------------------------------------------------------------------
+
+    def _report(self, visit: _Visit, call: Call) -> None:
+        demand, grant, now = call.demand, call.grant, time.monotonic()
+        refused_at_once = call.outcome is Outcome.REFUSED and call.reason is not Code.QUEUE_TIMEOUT
+        used = unshared_blocks_used(call, demand) if demand else None
+        self._observer(
+            CallEnded(
+                request_id=call.request_id,
+                fleet=call.fleet.name,
+                lane=demand.lane if demand else "",
+                pool=call.fleet.engines.pool(grant.replica) if grant else "",
+                replica=grant.replica if grant else "",
+                key=visit.key.name if visit.key else "",
+                class_=call.terms.class_,
+                outcome=call.outcome or Outcome.CANCELLED,
+                reason=call.reason,
+                status=call.status or 499,
+                refusal_ms=(now - call.started) * 1000 if refused_at_once else None,
+                queue_ms=grant.queue_ms if grant else 0,
+                reserved_blocks=demand.blocks if demand else 0,
+                unused_blocks=max(0, demand.unshared_blocks - used) if demand and used is not None else None,
+                prompt_tokens_estimated=demand.prompt_tokens if demand else 0,
+                prompt_tokens=call.usage.prompt_tokens if call.usage else None,
+                output_tokens=call.usage.completion_tokens if call.usage else call.output_events or None,
+                duration_ms=(now - call.started) * 1000,
+            )
+        )
+
+    def _report_early(
+        self, visit: _Visit, refusal: Refusal | None, outcome: Outcome, reason: Code, status: int
+    ) -> None:
+        """A visit that never became a call."""
+        milliseconds = (time.monotonic() - visit.began) * 1000
+        self._observer(
+            CallEnded(
+                request_id=visit.request_id,
+                fleet="",
+                lane="",
+                pool="",
+                replica="",
+                key=visit.key.name if visit.key else "",
+                class_=visit.key.class_ if visit.key else "",
+                outcome=outcome,
+                reason=reason,
+                status=status,
+                refusal_ms=milliseconds if refusal else None,
+                queue_ms=0,
+                reserved_blocks=0,
+                unused_blocks=None,
+                prompt_tokens_estimated=0,
+                prompt_tokens=None,
+                output_tokens=None,
+                duration_ms=milliseconds,
+            )
+        )
+
+
+class _HttpClient:
+    """Implements `Client` for one visit."""
+
+    def __init__(self, proxy: Proxy, visit: _Visit) -> None:
+        self._proxy = proxy
+        self._visit = visit
+        self._relay: AnswerRelay | None = None
+
+    def relay(self, call: Call, first_token: Callable[[], None]) -> AnswerRelay:
+        self._relay = self._proxy.relay(call, self._visit.send, first_token)
+        return self._relay
+
+    async def refuse(self, call: Call, refusal: Refusal) -> None:
+        await self._proxy.refuse(self._visit, call, refusal)
+
+    async def fail(self, call: Call, refusal: Refusal) -> None:
+        """An error event of the engine's own is passed on as it came."""
+        if self._relay is None or not self._relay.streams:
+            raise AnswerCutOff
+        last: dict[str, Any] = {"type": "http.response.body", "body": self._relay.relayable_failure or error_event(refusal)}
+        call.writing_since = time.monotonic()
+        await self._visit.send(last)
+        call.writing_since = None
+
+
+async def _watch(receive: Receive, call: Call) -> None:
+    """Between the request's last byte and the answer's end the only thing that can arrive is the client's leaving."""
+    while (await receive())["type"] != "http.disconnect":
+        continue
+    if call.phase is not Phase.SETTLED:
+        call.interrupt(Event.LEFT)

@@ -1,0 +1,141 @@
+"""An engine's answer on its way to the client: bytes untouched, judged as they pass.
+
+Nothing is written before the first data event of a stream, or the end of any other answer, was seen: an engine reports
+failure as success, and while nothing was forwarded the call can be tried elsewhere.
+"""
+
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from gateway.call import Call
+from gateway.core.events import FirstToken, Observer, TokenGap
+from gateway.core.lifecycle import Event
+from gateway.core.sse import StreamInspector, inspect_answer
+from gateway.upstream.api import Headers, UpstreamFailed
+
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+ANSWER_BYTES_MAX = 8 * 1024 * 1024
+"""Of an answer that is no stream, held until its end to be judged; a longer one is passed on unjudged."""
+COMMENT_BYTES_MAX = 64 * 1024
+"""Comments before the first data event are held too; what exceeds this is dropped."""
+
+
+class AnswerCutOff(Exception):
+    """An answer that is no stream broke after its head was sent: only closing the connection tells the client."""
+
+
+class AnswerRelay:
+    """Implements `Relay` for one attempt."""
+
+    def __init__(
+        self, call: Call, send: Send, own_headers: Headers, first_token: Callable[[], None], observer: Observer
+    ) -> None:
+        self._call = call
+        self._send = send
+        self._own_headers = own_headers
+        self._first_token = first_token
+        self._observer = observer
+        self._status = 0
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._stream: StreamInspector | None = None
+        self._held = bytearray()
+        self._last_event_at = 0.0
+
+    @property
+    def started(self) -> bool:
+        return self._stream is None or self._stream.started
+
+    @property
+    def relayable_failure(self) -> bytes:
+        """The engine's own error event, for a stream that it ended with one."""
+        return self._stream.relayable_failure if self._stream else b""
+
+    @property
+    def streams(self) -> bool:
+        return self._stream is not None
+
+    async def head(self, status: int, headers: Headers) -> None:
+        if status >= 500:
+            raise UpstreamFailed(f"the engine answered {status}")
+        self._status = status
+        self._headers = list(headers)
+        content_type = dict(headers).get(b"content-type", b"")
+        if status == 200 and content_type.startswith(b"text/event-stream"):
+            self._stream = StreamInspector(drop_usage=not self._call.request.include_usage_asked)
+
+    async def body(self, data: bytes) -> None:
+        if self._stream is None:
+            return await self._hold(data)
+        stream = self._stream
+        events_before, started_before = stream.events, stream.started
+        forward = stream.feed(data)
+        self._call.usage, self._call.output_events = stream.usage, stream.events
+        if not stream.started:
+            self._held += forward[: COMMENT_BYTES_MAX - len(self._held)]
+        else:
+            self._note_event(started_before, stream.events - events_before)
+            await self._forward(forward)
+        if stream.failure:
+            raise UpstreamFailed(stream.failure)
+
+    async def finish(self) -> None:
+        if self._stream is None:
+            return await self._finish_whole()
+        rest = self._stream.finish()
+        if self._stream.failure:
+            raise UpstreamFailed(self._stream.failure)
+        await self._forward(rest)
+        await self._write({"type": "http.response.body", "body": b""})
+
+    async def _hold(self, data: bytes) -> None:
+        if self._call.status:
+            return await self._forward(data)
+        self._held += data
+        if len(self._held) > ANSWER_BYTES_MAX:
+            await self._forward(b"")
+
+    async def _finish_whole(self) -> None:
+        if self._call.status:
+            return await self._write({"type": "http.response.body", "body": b""})
+        body = bytes(self._held)
+        if self._status == 200:
+            facts = inspect_answer(body)
+            if facts.failure:
+                raise UpstreamFailed(facts.failure)
+            self._call.usage = facts.usage
+        self._headers.append((b"content-length", b"%d" % len(body)))
+        await self._begin()
+        await self._write({"type": "http.response.body", "body": body})
+
+    async def _forward(self, data: bytes) -> None:
+        if not self._call.status:
+            await self._begin()
+            data = bytes(self._held) + data
+            self._held.clear()
+        if data:
+            await self._write({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def _begin(self) -> None:
+        self._call.status = self._status
+        self._call.advance(Event.FORWARDED)
+        headers = [*self._headers, *self._own_headers]
+        await self._write({"type": "http.response.start", "status": self._status, "headers": headers})
+
+    async def _write(self, message: MutableMapping[str, Any]) -> None:
+        """Suspends while the client reads too slowly; who watches the call ends it when that takes too long."""
+        self._call.writing_since = time.monotonic()
+        await self._send(message)
+        self._call.writing_since = None
+
+    def _note_event(self, started_before: bool, events: int) -> None:
+        now = time.monotonic()
+        call = self._call
+        pool = call.fleet.engines.pool(call.grant.replica) if call.grant else ""
+        if not started_before:
+            self._first_token()
+            self._observer(FirstToken(call.fleet.name, pool, call.terms.class_, (now - call.started) * 1000))
+        elif events:
+            self._observer(TokenGap(call.fleet.name, pool, call.terms.class_, (now - self._last_event_at) * 1000))
+        self._last_event_at = now

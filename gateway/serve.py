@@ -1,0 +1,263 @@
+"""Running the gateway: one process, several that share a port, or the demo with everything it needs."""
+
+import asyncio
+import json
+import logging
+import os
+import secrets as random_secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+import uvloop
+from msgspec.structs import replace
+
+from gateway.app import Gateway
+from gateway.config import Secrets, Settings, load, load_secrets
+from gateway.http.auth import new_key
+from gateway.ledger.embedded import EmbeddedStore, die_with_parent
+from gateway.telemetry.logs import Logs
+
+log = logging.getLogger("kvgate.serve")
+
+BACKLOG = 4096
+GRACE_MARGIN_SECONDS = 3
+"""For ending what the grace period did not end, before the server stops to wait for connections."""
+RESTART_SECONDS = 1.0
+"""Before a worker that ended is started again."""
+DEMO_ENGINES = (("short", 2, ("--blocks", "2048", "--max-model-len", "8192")),
+                ("long", 1, ("--blocks", "8192", "--max-model-len", "65536")))  # fmt: skip
+"""Pool, engines, options of `kvgate mock`."""
+DEMO_MODEL = "demo"
+DEMO_SHORT_PROMPT_TOKENS = 4096
+DEMO_READY_SECONDS = 30.0
+
+
+class DemoError(Exception):
+    """The demo could not be set up; one line for whoever started it."""
+
+
+class GatewayServer(uvicorn.Server):
+    """uvicorn with our way to stop: the first signal drains, the second ends the grace period."""
+
+    def __init__(self, gateway: Gateway, config: uvicorn.Config, ready_line: str = "") -> None:
+        super().__init__(config)
+        self._gateway = gateway
+        self._ready_line = ready_line
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._loop = asyncio.get_running_loop()
+        if self._ready_line and not self.should_exit:
+            await self._announce()
+
+    async def _announce(self) -> None:
+        deadline = time.monotonic() + DEMO_READY_SECONDS
+        while problem := self._gateway.problem():
+            if time.monotonic() > deadline:
+                raise DemoError(f"the demo is not ready: {problem}")
+            await asyncio.sleep(0.05)
+        print(self._ready_line, flush=True)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._gateway.drain)
+        self.should_exit = True
+
+
+def serve(config: Path, settings: Settings, secrets: Secrets, host: str, port: int, workers: int) -> int:
+    """Serve until SIGTERM or SIGINT.  Raises OSError where the port is taken, and what a wrong start raises."""
+    listener = _listen(host, port)
+    with _store(settings) as store:
+        if workers == 1:
+            return _run_worker(_with_store(settings, store), secrets, listener, store)
+        with asyncio.Runner() as runner:
+            return runner.run(_supervise(config, store, listener, workers))
+
+
+def serve_inherited(settings: Settings, secrets: Secrets, descriptor: int) -> int:
+    """One of several workers: the listening socket is its parent's."""
+    return _run_worker(settings, secrets, socket.socket(fileno=descriptor), None)
+
+
+def serve_demo(host: str, port: int, environ: Mapping[str, str]) -> int:
+    """A gateway with an embedded store and mock engines of its own, and a key that is new at each start."""
+    with tempfile.TemporaryDirectory(prefix="kvgate-demo-") as folder, _demo_engines() as engines:
+        key, digest = new_key()
+        token = random_secrets.token_urlsafe(24)
+        Path(folder, "keys.yaml").write_text(f"- {{name: demo, sha256: {digest}}}\n")
+        config = Path(folder, "kvgate.yaml")
+        config.write_text(_demo_config(engines))
+        own = {name: value for name, value in environ.items() if not name.startswith("KVGATE_")}
+        settings = load(config, own)
+        secrets = load_secrets(settings, {**own, settings.admin.token_env: token})
+        listener = _listen(host, port)
+        with _store(settings) as store:
+            ready_line = _demo_ready_line(listener, key, token)
+            return _run_worker(_with_store(settings, store), secrets, listener, store, ready_line)
+
+
+def _run_worker(
+    settings: Settings, secrets: Secrets, listener: socket.socket, store: EmbeddedStore | None, ready_line: str = ""
+) -> int:
+    logs = Logs(settings.log.level, settings.log.format)
+    try:
+        gateway = Gateway(settings, secrets)
+        server = GatewayServer(gateway, _server_config(gateway, settings), ready_line)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_serve_until_told(server, listener, store))
+    finally:
+        logs.close()
+    return 0
+
+
+def _server_config(gateway: Gateway, settings: Settings) -> uvicorn.Config:
+    return uvicorn.Config(
+        gateway,
+        http="httptools",
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        backlog=BACKLOG,
+        timeout_graceful_shutdown=int(settings.server.grace_seconds) + GRACE_MARGIN_SECONDS,
+    )
+
+
+async def _serve_until_told(server: GatewayServer, listener: socket.socket, store: EmbeddedStore | None) -> None:
+    supervisor = asyncio.create_task(store.supervise()) if store else None
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        if supervisor:
+            supervisor.cancel()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+    listener.set_inheritable(True)
+    return listener
+
+
+@contextmanager
+def _store(settings: Settings) -> Iterator[EmbeddedStore | None]:
+    """The embedded store while it is needed; None where the settings name another one."""
+    if settings.store.url != "embedded":
+        yield None
+        return
+    store = EmbeddedStore()
+    try:
+        store.start()
+        yield store
+    finally:
+        store.stop()
+
+
+def _with_store(settings: Settings, store: EmbeddedStore | None) -> Settings:
+    if store is None:
+        return settings
+    return replace(settings, store=replace(settings.store, url=store.url))
+
+
+# -- several workers ---------------------------------------------------------------------------------------------
+
+
+async def _supervise(config: Path, store: EmbeddedStore | None, listener: socket.socket, workers: int) -> int:
+    """Keep workers running until told to stop; they share the socket, and the store through its URL."""
+    loop, told = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, told.set)
+    environ = {**os.environ, **({"KVGATE_STORE__URL": store.url} if store else {})}
+    tasks = [loop.create_task(_keep_worker(config, listener, environ, told)) for _ in range(workers)]
+    supervisor = loop.create_task(store.supervise()) if store else None
+    await asyncio.gather(*tasks)
+    if supervisor:
+        supervisor.cancel()
+    return 0
+
+
+async def _keep_worker(config: Path, listener: socket.socket, environ: dict[str, str], told: asyncio.Event) -> None:
+    """One worker at a time: started again when it ends by itself, told to end when we are."""
+    descriptor = listener.fileno()
+    command = [sys.executable, "-m", "gateway", "serve", "--config", str(config), "--listen-fd", str(descriptor)]
+    while not told.is_set():
+        worker = await asyncio.create_subprocess_exec(
+            *command, env=environ, pass_fds=(descriptor,), preexec_fn=die_with_parent
+        )
+        ended = asyncio.create_task(worker.wait())
+        stopping = asyncio.create_task(told.wait())
+        await asyncio.wait((ended, stopping), return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if not ended.done():
+            worker.send_signal(signal.SIGTERM)
+            await ended
+        elif not told.is_set():
+            print(f"kvgate: a worker ended with status {worker.returncode}; starting another", file=sys.stderr)
+            await asyncio.sleep(RESTART_SECONDS)
+
+
+# -- the demo ----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _demo_engines() -> Iterator[dict[str, list[str]]]:
+    """Mock engines as child processes: pool -> URLs."""
+    children: list[subprocess.Popen[str]] = []
+    try:
+        engines: dict[str, list[str]] = {}
+        for pool, count, options in DEMO_ENGINES:
+            command = [sys.executable, "-m", "gateway", "mock", "--port", "0", "--engines", str(count),
+                       "--model", DEMO_MODEL, "--die-with-parent", *options]  # fmt: skip
+            child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            children.append(child)
+            engines[pool] = [_engine_url(child) for _ in range(count)]
+        yield engines
+    finally:
+        for child in children:
+            child.terminate()
+        for child in children:
+            child.wait()
+
+
+def _engine_url(child: subprocess.Popen[str]) -> str:
+    assert child.stdout
+    line = child.stdout.readline()
+    if "http://" not in line:
+        raise DemoError("a mock engine did not start")
+    return line[line.index("http://") :].strip()
+
+
+def _demo_config(engines: Mapping[str, list[str]]) -> str:
+    """JSON, which is YAML."""
+    short = {"name": "short", "max_prompt_tokens": DEMO_SHORT_PROMPT_TOKENS, "replicas": engines["short"]}
+    pools = [short, {"name": "long", "replicas": engines["long"]}]
+    return json.dumps({"fleets": [{"model": DEMO_MODEL, "pools": pools}], "log": {"format": "text"}})
+
+
+def _demo_ready_line(listener: socket.socket, key: str, token: str) -> str:
+    host, port = listener.getsockname()[:2]
+    url = f"http://{host}:{port}"
+    body = json.dumps({"model": DEMO_MODEL, "messages": [{"role": "user", "content": "hi"}]}, separators=(",", ":"))
+    return (
+        f"state: curl {url}/admin/v1/state -H 'Authorization: Bearer {token}'\n"
+        f"kvgate is ready: curl {url}/v1/chat/completions -H 'Authorization: Bearer {key}' "
+        f"-H 'Content-Type: application/json' -d '{body}'"
+    )

@@ -1,0 +1,95 @@
+"""The official OpenAI client against the gateway and a mock engine, all real processes."""
+
+import asyncio
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from tests.processes import GatewayProcess, Mock, wait_until, world
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[tuple[GatewayProcess, Mock]]:
+    with world() as here:
+        mock = here.mock("--blocks", "1000", "--step-base-ms", "2")
+        config, (key,) = here.config([{"name": "short", "replicas": [mock.url]}])
+        yield here.gateway(config, key), mock
+
+
+@pytest.fixture
+def client(running: tuple[GatewayProcess, Mock]) -> Iterator[openai.OpenAI]:
+    gateway, _ = running
+    with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key=gateway.key, max_retries=0) as made:
+        yield made
+
+
+def test_chat(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model="demo", messages=MESSAGES, max_tokens=5)
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage
+    assert answer.usage.completion_tokens == 5
+
+
+def test_chat_stream(client: openai.OpenAI) -> None:
+    """A client that did not ask for usage gets no usage frame."""
+    chunks = list(client.chat.completions.create(model="demo", messages=MESSAGES, max_tokens=5, stream=True))
+    assert all(chunk.choices for chunk in chunks)
+    assert chunks[-1].choices[0].finish_reason == "length"
+    assert len([c for c in chunks if c.choices[0].delta.content]) == 5
+
+
+def test_chat_stream_with_usage(client: openai.OpenAI) -> None:
+    options = {"include_usage": True}
+    chunks = list(
+        client.chat.completions.create(
+            model="demo", messages=MESSAGES, max_tokens=5, stream=True, stream_options=options
+        )
+    )
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage
+    assert chunks[-1].usage.completion_tokens == 5
+
+
+def test_completions(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model="demo", prompt="once")
+    assert answer.usage
+    assert answer.usage.completion_tokens == 16
+
+
+def test_completions_stream(client: openai.OpenAI) -> None:
+    chunks = list(client.completions.create(model="demo", prompt=["once", "twice"], max_tokens=4, stream=True))
+    assert {c.choices[0].index for c in chunks} == {0, 1}
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["demo"]
+
+
+def test_errors_are_typed(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as unknown:
+        client.chat.completions.create(model="nope", messages=MESSAGES)
+    assert unknown.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as bad:
+        client.chat.completions.create(model="demo", messages=MESSAGES, max_tokens=0)
+    assert (bad.value.code, bad.value.param) == ("invalid_value", "max_tokens")
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key="kvg_wrong").models.list()
+
+
+async def test_async_early_close(running: tuple[GatewayProcess, Mock]) -> None:
+    """Closing a stream early aborts the engine's work and gives everything back."""
+    gateway, mock = running
+    mock.reset()
+    async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key=gateway.key, max_retries=0) as client:
+        for _ in range(5):
+            stream = await client.chat.completions.create(
+                model="demo", messages=MESSAGES, max_tokens=2000, stream=True
+            )
+            async for _ in stream:
+                break
+            await stream.close()
+    await asyncio.to_thread(wait_until, gateway.is_quiet, "nothing is held", 3)
+    await asyncio.to_thread(wait_until, lambda: mock.log()["aborted"] == 5, "the engine saw each abort", 3)

@@ -1,0 +1,191 @@
+"""Real processes for tests: a Valkey, mock engines and gateways on loopback, all ended with the test that started them."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from gateway.http.auth import new_key
+from gateway.ledger.embedded import EmbeddedStore
+
+START_SECONDS = 15.0
+ADMIN_TOKEN = "admin-token-of-the-tests"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_until(condition: Callable[[], Any], what: str, seconds: float = START_SECONDS) -> Any:
+    """The first true value of the condition; fails the test when there is none in time."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.02)
+    return value
+
+
+class Mock:
+    """One mock engine in a process of its own."""
+
+    def __init__(self, *options: str) -> None:
+        command = [sys.executable, "-m", "gateway", "mock", "--port", "0", "--die-with-parent", *options]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout
+        line = self.process.stdout.readline()
+        assert "http://" in line, line
+        self.url = line[line.index("http://") :].strip()
+        self._client = httpx.Client(base_url=self.url, timeout=10, trust_env=False)
+
+    def log(self) -> dict[str, Any]:
+        """What it received, started, aborted and finished: see `gateway/mock/journal.py`."""
+        found: dict[str, Any] = self._client.get("/mock/log").json()
+        return found
+
+    def fail(self, fault: str, count: int = 1) -> None:
+        """The next requests meet a fault: see `gateway/mock/faults.py`."""
+        self._client.post("/mock/faults", json={"fail": fault, "count": count}).raise_for_status()
+
+    def reset(self) -> None:
+        self._client.post("/mock/reset").raise_for_status()
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric's samples."""
+        lines = self._client.get("/metrics").text.splitlines()
+        samples = [line for line in lines if line.startswith((f"{name}{{", f"{name} "))]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in samples)
+
+    def stop(self) -> None:
+        self._client.close()
+        _end(self.process)
+        assert self.process.stdout
+        self.process.stdout.close()
+
+
+class GatewayProcess:
+    """One `kvgate serve`; `url`, and a client with a valid key."""
+
+    def __init__(self, config: Path, key: str, log: Path, environ: dict[str, str], *options: str) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.key = key
+        self.log = log
+        command = [sys.executable, "-m", "gateway", "serve", "--config", str(config), "--port", str(self.port), *options]
+        env = {"PATH": os.environ["PATH"], "KVGATE_ADMIN_TOKEN": ADMIN_TOKEN, **environ}
+        for name in ("PYTHONSAFEPATH", "PYTHONPATH"):
+            if name in os.environ:
+                env[name] = os.environ[name]
+        with log.open("ab") as output:
+            self.process = subprocess.Popen(command, stdout=output, stderr=output, env=env)
+        headers = {"authorization": f"Bearer {key}"}
+        self.client = httpx.Client(base_url=self.url, headers=headers, timeout=30, trust_env=False)
+
+    def wait_ready(self) -> "GatewayProcess":
+        wait_until(self.is_ready, f"gateway ready; its log: {self.log.read_text()[-2000:]}")
+        return self
+
+    def is_ready(self) -> bool:
+        assert self.process.poll() is None, self.log.read_text()[-4000:]
+        with contextlib.suppress(httpx.TransportError):
+            return self.client.get("/health/ready").status_code == 200
+        return False
+
+    def state(self) -> dict[str, Any]:
+        headers = {"authorization": f"Bearer {ADMIN_TOKEN}"}
+        found: dict[str, Any] = self.client.get("/admin/v1/state", headers=headers).json()
+        return found
+
+    def is_quiet(self) -> bool:
+        """Nothing is held, nobody waits, nothing is in flight."""
+        state = self.state()
+        return all(state[name] == 0 for name in ("reserved", "leases", "queue", "inflight"))
+
+    def metrics(self) -> str:
+        return self.client.get("/metrics").text
+
+    def stop(self, sig: int = signal.SIGTERM, seconds: float = 15) -> None:
+        self.client.close()
+        _end(self.process, sig, seconds)
+
+
+def _end(process: "subprocess.Popen[Any]", sig: int = signal.SIGTERM, seconds: float = 15) -> None:
+    if process.poll() is None:
+        process.send_signal(sig)
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+class World:
+    """What one test needs, ended in reverse order."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._stack = contextlib.ExitStack()
+        self._gateways = 0
+        self.store = EmbeddedStore()
+        self._stack.callback(self.store.stop)
+        self.store.start()
+
+    def mock(self, *options: str) -> Mock:
+        mock = Mock(*options)
+        self._stack.callback(mock.stop)
+        return mock
+
+    def keys_file(self, *entries: dict[str, Any]) -> tuple[Path, list[str]]:
+        """A keys file with one entry for each of `entries` (without its hash), and the secrets."""
+        secrets, rows = [], []
+        for number, entry in enumerate(entries):
+            secret, digest = new_key()
+            secrets.append(secret)
+            rows.append({"name": f"key-{number}", **entry, "sha256": digest})
+        path = self.folder / "keys.yaml"
+        path.write_text(json.dumps(rows))
+        return path, secrets
+
+    def config(self, pools: list[dict[str, Any]], *keys: dict[str, Any], **settings: Any) -> tuple[Path, list[str]]:
+        """A configuration of one fleet `demo` on this world's store; JSON is YAML.  Also the keys' secrets."""
+        path, secrets = self.keys_file(*(keys or ({},)))
+        fleet = {"model": "demo", "pools": pools, "safe_fraction": 1.0, **settings.pop("fleet", {})}
+        document = {
+            "store": {"url": self.store.url, **settings.pop("store", {})},
+            "auth": {"keys_file": str(path), **settings.pop("auth", {})},
+            "fleets": [fleet],
+            **settings,
+        }
+        config = self.folder / "kvgate.yaml"
+        config.write_text(json.dumps(document))
+        return config, secrets
+
+    def gateway(self, config: Path, key: str, *options: str, wait: bool = True, **environ: str) -> GatewayProcess:
+        self._gateways += 1
+        gateway = GatewayProcess(config, key, self.folder / f"gateway-{self._gateways}.log", environ, *options)
+        self._stack.callback(gateway.stop)
+        return gateway.wait_ready() if wait else gateway
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+@contextlib.contextmanager
+def world() -> Iterator[World]:
+    with tempfile.TemporaryDirectory(prefix="kvgate-test-") as folder:
+        here = World(Path(folder))
+        try:
+            yield here
+        finally:
+            here.close()
