@@ -66,7 +66,7 @@ def _serve(parsed: argparse.Namespace) -> int:
     secrets = load_secrets(settings, os.environ)
     if parsed.listen_fd is not None:
         return serve_inherited(settings, secrets, parsed.listen_fd)
-    return serve(parsed.config, settings, secrets, parsed.host, parsed.port, parsed.workers)
+    return serve(parsed.config, settings, secrets, parsed.host, parsed.port, parsed.workers, os.environ)
 
 
 def _check_config(parsed: argparse.Namespace) -> int:

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import logging
-import os
 import secrets as random_secrets
 import signal
 import socket
@@ -23,6 +22,7 @@ from msgspec.structs import replace
 from gateway.app import Gateway
 from gateway.config import Secrets, Settings, load, load_secrets
 from gateway.http.auth import new_key
+from gateway.http.protocol import ProxyProtocol
 from gateway.ledger.embedded import EmbeddedStore, die_with_parent
 from gateway.telemetry.logs import Logs
 
@@ -38,6 +38,8 @@ DEMO_ENGINES = (("short", 2, ("--blocks", "2048", "--max-model-len", "8192")),
 """Pool, engines, options of `kvgate mock`."""
 DEMO_MODEL = "demo"
 DEMO_SHORT_PROMPT_TOKENS = 4096
+DEMO_OUTPUT_TOKENS = 64
+"""Half a second of the mock engines' time."""
 DEMO_READY_SECONDS = 30.0
 
 
@@ -74,14 +76,16 @@ class GatewayServer(uvicorn.Server):
         self.should_exit = True
 
 
-def serve(config: Path, settings: Settings, secrets: Secrets, host: str, port: int, workers: int) -> int:
+def serve(
+    config: Path, settings: Settings, secrets: Secrets, host: str, port: int, workers: int, environ: Mapping[str, str]
+) -> int:
     """Serve until SIGTERM or SIGINT.  Raises OSError where the port is taken, and what a wrong start raises."""
     listener = _listen(host, port)
     with _store(settings) as store:
         if workers == 1:
             return _run_worker(_with_store(settings, store), secrets, listener, store)
         with asyncio.Runner() as runner:
-            return runner.run(_supervise(config, store, listener, workers))
+            return runner.run(_supervise(config, store, listener, workers, environ))
 
 
 def serve_inherited(settings: Settings, secrets: Secrets, descriptor: int) -> int:
@@ -123,7 +127,7 @@ def _run_worker(
 def _server_config(gateway: Gateway, settings: Settings) -> uvicorn.Config:
     return uvicorn.Config(
         gateway,
-        http="httptools",
+        http=ProxyProtocol,
         ws="none",
         lifespan="on",
         log_config=None,
@@ -180,13 +184,15 @@ def _with_store(settings: Settings, store: EmbeddedStore | None) -> Settings:
 # -- several workers ---------------------------------------------------------------------------------------------
 
 
-async def _supervise(config: Path, store: EmbeddedStore | None, listener: socket.socket, workers: int) -> int:
+async def _supervise(
+    config: Path, store: EmbeddedStore | None, listener: socket.socket, workers: int, environ: Mapping[str, str]
+) -> int:
     """Keep workers running until told to stop; they share the socket, and the store through its URL."""
     loop, told = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, told.set)
-    environ = {**os.environ, **({"KVGATE_STORE__URL": store.url} if store else {})}
-    tasks = [loop.create_task(_keep_worker(config, listener, environ, told)) for _ in range(workers)]
+    own = {**environ, **({"KVGATE_STORE__URL": store.url} if store else {})}
+    tasks = [loop.create_task(_keep_worker(config, listener, own, told)) for _ in range(workers)]
     supervisor = loop.create_task(store.supervise()) if store else None
     await asyncio.gather(*tasks)
     if supervisor:
@@ -249,7 +255,8 @@ def _demo_config(engines: Mapping[str, list[str]]) -> str:
     """JSON, which is YAML."""
     short = {"name": "short", "max_prompt_tokens": DEMO_SHORT_PROMPT_TOKENS, "replicas": engines["short"]}
     pools = [short, {"name": "long", "replicas": engines["long"]}]
-    return json.dumps({"fleets": [{"model": DEMO_MODEL, "pools": pools}], "log": {"format": "text"}})
+    fleet = {"model": DEMO_MODEL, "default_output_tokens": DEMO_OUTPUT_TOKENS, "pools": pools}
+    return json.dumps({"fleets": [fleet], "log": {"format": "text", "level": "warning"}})
 
 
 def _demo_ready_line(listener: socket.socket, key: str, token: str) -> str:

@@ -93,7 +93,11 @@ class GatewayProcess:
         self.client = httpx.Client(base_url=self.url, headers=headers, timeout=30, trust_env=False)
 
     def wait_ready(self) -> "GatewayProcess":
-        wait_until(self.is_ready, f"gateway ready; its log: {self.log.read_text()[-2000:]}")
+        try:
+            wait_until(self.is_ready, "the gateway is ready")
+        except AssertionError as late:
+            late.add_note(self.log.read_text()[-4000:])
+            raise
         return self
 
     def is_ready(self) -> bool:

@@ -96,6 +96,8 @@ TABLE: dict[tuple[Phase, Event], Step] = {
     (_P.WAITING, _E.LEFT): _LEFT,
     (_P.WAITING, _E.DRAINED): _DRAINED,
     (_P.WAITING, _E.GRACE_OVER): _DRAINED,
+    (_P.CONNECTING, _E.FAILED): Step(_P.WAITING, Action.MOVE),
+    (_P.CONNECTING, _E.TIMED_OUT): Step(_P.WAITING, Action.MOVE),
     (_P.CONNECTING, _E.FAILED_FOR_GOOD): _answer(Code.UPSTREAM_ERROR),
     (_P.CONNECTING, _E.TIMED_OUT_FOR_GOOD): _answer(Code.UPSTREAM_TIMEOUT),
     (_P.CONNECTING, _E.FORWARDED): _go_on(_P.STREAMING),

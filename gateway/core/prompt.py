@@ -19,6 +19,8 @@ MESSAGE_TOKENS = 4
 NAME_TOKENS = 1
 REPLY_TOKENS = 3
 """Every reply is primed with start, role and separator."""
+START_TOKENS = 1
+"""Many tokenizers put a begin-of-text token before a completion's prompt; ids are sent as they are."""
 TOOL_TOKENS = 16
 """A chat template's words around one tool's JSON."""
 MEDIA_TOKENS = 4096
@@ -182,13 +184,13 @@ def _read_prompt_list(prompt: list[Any]) -> tuple[Prompt, ...] | None:
         message = f"`prompt` has {len(prompt)} prompts; a call may have {PROMPTS_MAX}."
         raise Refused(Code.TOO_MANY_SEQUENCES, message, "prompt")
     if kinds == {str} and all(prompt):
-        return tuple(_prompt_text([text]) for text in prompt)
+        return tuple(_prompt_text([text], START_TOKENS) for text in prompt)
     if kinds == {list} and all(set(map(type, ids)) == {int} for ids in prompt):
         return tuple(PromptTokens(len(ids)) for ids in prompt)
     return None
 
 
-def _prompt_text(texts: Sequence[str], fixed_tokens: int = 0) -> PromptText:
+def _prompt_text(texts: Sequence[str], fixed_tokens: int) -> PromptText:
     utf8_bytes = sum(len(text) if text.isascii() else len(text.encode()) for text in texts)
     return PromptText(tuple(texts), fixed_tokens, utf8_bytes)
 

@@ -1,6 +1,7 @@
 """The way of one fleet's ops to the store: gathered while the last batch is in flight, in the order that the ledger
 needs, numbered, and sent again as they were after any failure."""
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,6 +13,8 @@ from gateway.core.order import BATCH_OPS
 from gateway.ledger.connection import Connection
 from gateway.ledger.records import decode_text
 
+log = logging.getLogger(__name__)
+
 Result = list[Any]
 Done = Callable[[Result], None]
 
@@ -20,13 +23,19 @@ Done = Callable[[Result], None]
 class Op:
     arguments: list[Any]
     done: Done
-    """Gets the result on the channel's task; must not raise or block."""
+    """Gets the result on the channel's task; must not block."""
+
+    def finish(self, result: Result) -> None:
+        """A failure here is this op's own: the results of the others are handed out all the same."""
+        try:
+            self.done(result)
+        except Exception:
+            log.exception("the result of an op %s could not be taken", self.arguments[0])
 
 
 @dataclass(slots=True)
 class Reply:
     status: str
-    epoch: int = 0
     more: bool = False
     outbox: list[tuple[str, str]] = field(default_factory=list)
     """Grants not claimed yet: id and replica."""
@@ -41,13 +50,14 @@ class _Batch:
 class Channel:
     """Ops go in from request tasks, synchronously; `exchange` is called by one task only.
 
-    An admit and the settle of its id never share a batch: the settle is only put in after the admit's result.
+    A settle is only put in after `drop` took back what was not sent of its id, so that no op of an id follows its
+    settle, and an admit and the settle of one id never share a batch.
     """
 
     def __init__(self, wake_prefix: str) -> None:
         self._wake_prefix = wake_prefix
         self._frees: deque[Op] = deque()
-        self._moves: deque[Op] = deque()
+        self._moves: dict[tuple[str, str], Op] = {}
         self._admits: dict[str, Op] = {}
         self._declare: Done | None = None
         self._batch: _Batch | None = None
@@ -58,24 +68,35 @@ class Channel:
         """Something is waiting to be sent, or was sent without an answer."""
         return bool(self._batch or self._frees or self._moves or self._admits or self._declare)
 
+    @property
+    def unanswered(self) -> bool:
+        """A batch was sent, and what the store made of it is not known."""
+        return self._batch is not None
+
     def free(self, arguments: list[Any], done: Done) -> None:
         """S, F, K and Z: go first, in order."""
         self._frees.append(Op(arguments, done))
 
     def move(self, arguments: list[Any], done: Done) -> None:
-        """M and R."""
-        self._moves.append(Op(arguments, done))
+        """M and R, one of each for an id."""
+        self._moves[arguments[0], arguments[1]] = Op(arguments, done)
 
     def declare(self, done: Done) -> None:
         """Y: after the last R."""
         self._declare = done
 
-    def admit(self, id_: str, arguments: list[Any], done: Done) -> None:
-        self._admits[id_] = Op(arguments, done)
+    def admit(self, arguments: list[Any], done: Done) -> None:
+        self._admits[arguments[1]] = Op(arguments, done)
 
-    def drop_admit(self, id_: str) -> bool:
-        """True when the admit was not sent yet, and now never will be."""
+    def drop(self, id_: str) -> bool:
+        """Take back what was not sent yet of an id; True when that was its admit."""
+        self._moves.pop(("R", id_), None)
+        self._moves.pop(("M", id_), None)
         return self._admits.pop(id_, None) is not None
+
+    def declares(self, id_: str) -> bool:
+        """An R of that id is waiting to be sent."""
+        return ("R", id_) in self._moves
 
     def restart(self) -> None:
         """A new owner: nothing that was meant for the old one is sent."""
@@ -86,28 +107,32 @@ class Channel:
         self._batch = None
         self._number = 0
 
-    async def exchange(self, connection: Connection, owner: str, heartbeat: Op | None) -> Reply:
+    async def exchange(self, connection: Connection, owner: str, heartbeat: Callable[[], Op | None]) -> Reply:
         """Send one batch, the unanswered one if there is one, and hand its results out.  Raises StoreAway."""
         if self._batch is None:
             self._number += 1
-            self._batch = _Batch(self._number, self._gather(heartbeat))
+            self._batch = _Batch(self._number, self._gather(heartbeat()))
         batch = self._batch
         packed = [msgspec.msgpack.encode(op.arguments) for op in batch.ops]
         raw = await connection.evaluate("step", "", owner, batch.number, self._wake_prefix, *packed)
         reply = decode_text(raw)
+        if reply[0] == "epoch":
+            batch.ops = [op for op in batch.ops if op.arguments[0] != "Y"]  # it spoke of the epoch before
         if reply[0] != "ok":
-            return Reply(reply[0], epoch=reply[1] if len(reply) > 1 else 0)
+            return Reply(reply[0])
+        _, _epoch, _clock, _policy, more, results, outbox = reply
+        paired = list(zip(batch.ops, results, strict=True))
         self._batch = None
-        _, epoch, _clock, _policy, more, results, outbox = reply
-        for op, result in zip(batch.ops, results, strict=True):
-            op.done(result)
-        return Reply("ok", epoch, bool(more), list(zip(outbox[::2], outbox[1::2], strict=True)))
+        for op, result in paired:
+            op.finish(result)
+        return Reply("ok", bool(more), list(zip(outbox[::2], outbox[1::2], strict=True)))
 
     def _gather(self, heartbeat: Op | None) -> list[Op]:
         ops = [heartbeat] if heartbeat else []
-        for queue in (self._frees, self._moves):
-            while queue and len(ops) < BATCH_OPS:
-                ops.append(queue.popleft())
+        while self._frees and len(ops) < BATCH_OPS:
+            ops.append(self._frees.popleft())
+        while self._moves and len(ops) < BATCH_OPS:
+            ops.append(self._moves.pop(next(iter(self._moves))))
         if self._declare and not self._moves and len(ops) < BATCH_OPS:
             ops.append(Op(["Y"], self._declare))
             self._declare = None

@@ -1,8 +1,11 @@
 """One connection to the store.  Any error and any late reply closes it: what was sent may or may not have happened."""
 
 import asyncio
+import contextlib
+import logging
 import time
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 import redis.asyncio
 from redis.asyncio.retry import Retry
@@ -12,9 +15,14 @@ from redis.exceptions import RedisError
 from gateway.core.events import Observer, StoreAnswered
 from gateway.ledger.scripts import fleet_keys, load
 
+log = logging.getLogger(__name__)
+
 SCRIPTS = ("step", "hello", "configure", "page", "snapshot")
 REPLY_SECONDS = 1.0
 """A store that has not answered by then is away; commands are idempotent, so they are simply sent again."""
+LISTEN_AGAIN_SECONDS = 0.25
+
+T = TypeVar("T")
 
 
 class StoreAway(Exception):
@@ -22,10 +30,14 @@ class StoreAway(Exception):
 
 
 def new_client(url: str) -> redis.asyncio.Redis:
-    """redis-py's own retries are off: they would run a script twice behind the batch numbers."""
+    """redis-py's own retries are off: they would run a script twice behind the batch numbers.
+
+    Its socket time-out is off too: every command has our own deadline, and a subscription waits for ever.
+    """
     return redis.asyncio.Redis.from_url(
         url,
         single_connection_client=True,
+        socket_timeout=None,
         socket_connect_timeout=REPLY_SECONDS,
         retry=Retry(NoBackoff(), 0),
         protocol=2,
@@ -33,52 +45,75 @@ def new_client(url: str) -> redis.asyncio.Redis:
     )
 
 
+async def close_client(client: redis.asyncio.Redis) -> None:
+    """Never raises: nobody is left to care."""
+    with contextlib.suppress(RedisError, OSError, TimeoutError):
+        async with asyncio.timeout(REPLY_SECONDS):
+            await client.aclose()
+
+
+async def listen(url: str, channel: str, heard: Callable[[], None]) -> None:
+    """Call `heard` for each message, and once the subscription stands; until cancelled, across broken connections."""
+    while True:
+        client = new_client(url)
+        try:
+            async with client.pubsub() as pubsub:
+                await pubsub.subscribe(channel)
+                async for _ in pubsub.listen():
+                    heard()
+        except (RedisError, OSError):
+            log.debug("the subscription to %s broke off", channel)
+        except Exception:
+            log.exception("the subscription to %s failed", channel)
+        finally:
+            await close_client(client)
+        await asyncio.sleep(LISTEN_AGAIN_SECONDS)
+
+
 class Connection:
     """Used by one task at a time."""
 
-    def __init__(self, url: str, fleet: str, observer: Observer, reply_seconds: float = REPLY_SECONDS) -> None:
+    def __init__(
+        self, url: str, fleet: str, observer: Observer, reply_seconds: float = REPLY_SECONDS
+    ) -> None:
+        self.run_id = ""
+        """Of the server process at the other end; another one than before may have lost its data."""
         self._url = url
         self._keys = fleet_keys(fleet)
         self._observer = observer
         self._reply_seconds = reply_seconds
         self._client: redis.asyncio.Redis | None = None
 
-    @property
-    def is_open(self) -> bool:
-        return self._client is not None
-
     async def open(self) -> None:
-        """Connect and load the scripts.  Raises StoreAway."""
+        """Connect, load the scripts and learn the run id, in one round trip.  Raises StoreAway."""
         await self.close()
-        self._client = new_client(self._url)
+        client = self._client = new_client(self._url)
+        pipeline = client.pipeline(transaction=False)
         for name in SCRIPTS:
-            await self._command("SCRIPT LOAD", load(name).text)
+            pipeline.execute_command("SCRIPT LOAD", load(name).text)
+        pipeline.execute_command("INFO", "server")
+        replies = await self._answered(pipeline.execute())
+        self.run_id = str(replies[-1]["run_id"])
 
     async def close(self) -> None:
         client, self._client = self._client, None
         if client:
-            try:
-                async with asyncio.timeout(self._reply_seconds):
-                    await client.aclose()
-            except (RedisError, OSError, TimeoutError):
-                return
+            await close_client(client)
 
     async def evaluate(self, script: str, *arguments: Any) -> Any:
         """Run a script on the fleet's keys.  Raises StoreAway."""
-        return await self._command("EVALSHA", load(script).sha, len(self._keys), *self._keys, *arguments)
-
-    async def _command(self, *command: Any) -> Any:
         if self._client is None:
             raise StoreAway("not connected")
+        command = ("EVALSHA", load(script).sha, len(self._keys), *self._keys, *arguments)
+        return await self._answered(self._client.execute_command(*command))  # type: ignore[no-untyped-call]
+
+    async def _answered(self, reply: Awaitable[T]) -> T:
         started = time.monotonic()
         try:
             async with asyncio.timeout(self._reply_seconds):
-                reply = await self._client.execute_command(*command)  # type: ignore[no-untyped-call]
+                answer = await reply
         except (RedisError, OSError, TimeoutError) as failure:
             await self.close()
             raise StoreAway(f"{type(failure).__name__}: {failure}") from failure
-        except asyncio.CancelledError:
-            self._client = None
-            raise
         self._observer(StoreAnswered((time.monotonic() - started) * 1000))
-        return reply
+        return answer

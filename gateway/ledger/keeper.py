@@ -4,16 +4,14 @@ import asyncio
 import contextlib
 import logging
 import secrets
-import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-
-from redis.exceptions import RedisError
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
 from gateway.core.books import FleetConfig
 from gateway.core.events import LeaseLost, Observer, StoreUp
 from gateway.ledger.channel import Op, Reply, Result
-from gateway.ledger.connection import Connection, StoreAway, new_client
+from gateway.ledger.connection import Connection, StoreAway, listen
 from gateway.ledger.records import config_arguments, decode_text
 
 if TYPE_CHECKING:
@@ -23,6 +21,10 @@ log = logging.getLogger(__name__)
 
 PAUSES_SECONDS = (0.0, 0.05, 0.1, 0.25)
 """Between attempts to reach the store; the last one repeats, so a returning store is noticed within 250 ms."""
+SLOW_SECONDS = 0.25
+"""A batch unanswered for so long is the beginning of an outage: from then on few calls may wait for the store."""
+GATE_SECONDS = 0.25
+"""Between questions whether the gate is open."""
 PAGE_SIZE = 500
 LOG_SECONDS = 10.0
 """An outage is logged once in this time."""
@@ -41,6 +43,7 @@ class Keeper:
         observer: Observer,
     ) -> None:
         self._ledger = ledger
+        self._now = ledger.now
         self._connection = connection
         self._url = url
         self._wake_prefix = wake_prefix
@@ -48,13 +51,21 @@ class Keeper:
         self._observer = observer
         self._owner = ""
         self._known_run = ""
+        """The server process that last carried a batch of ours out."""
         self._work = asyncio.Event()
         self._idle = asyncio.Event()
         self._configure = False
-        self._observations: dict[str, bool] = {}
+        self._observed: dict[str, bool] = {}
+        self._untold: set[str] = set()
+        """Replicas whose last observation the store does not have."""
+        self._told_run = ""
         self._gate_open = False
         self._differs = False
-        self._away_since: float | None = time.monotonic()
+        self._listed = 0
+        """Calls of ours in the list that the store last gave."""
+        self._sent_at: float | None = None
+        self._away_since: float | None = self._now()
+        self._failures = 0
         self._beat_at = 0.0
         self._logged_at = -LOG_SECONDS
 
@@ -65,7 +76,11 @@ class Keeper:
     @property
     def away_seconds(self) -> float | None:
         """How long the store has been away; None while it answers."""
-        return None if self._away_since is None else time.monotonic() - self._away_since
+        return None if self._away_since is None else self._now() - self._away_since
+
+    @property
+    def slow(self) -> bool:
+        return self._sent_at is not None and self._now() - self._sent_at > SLOW_SECONDS
 
     def wake(self) -> None:
         self._idle.clear()
@@ -76,57 +91,80 @@ class Keeper:
         self.wake()
 
     def observe(self, replica: str, up: bool) -> None:
-        self._observations[replica] = up
+        self._observed[replica] = up
+        self._untold.add(replica)
         self.wake()
 
     async def drain(self) -> None:
         """Return once nothing is to be sent and the store lists nothing of ours."""
-        self._differs = True
-        while self._differs or self._ledger.channel.busy or self._ledger.inflight:
+        self._listed = 1
+        while self._listed or self._ledger.channel.busy or self._ledger.holding:
+            self._differs = True
             self.wake()
             await self._idle.wait()
 
     # -- the task ------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        failures = 0
+        """Until cancelled.  A failure of our own is logged and treated as an outage: everything starts anew."""
         while True:
-            await asyncio.sleep(PAUSES_SECONDS[min(failures, len(PAUSES_SECONDS) - 1)])
             try:
                 await self._connect()
-                failures = 0
                 await self._serve()
             except StoreAway as away:
-                failures += 1
-                self._note_away(away)
+                self._note_away(str(away))
+            except Exception:
+                self._differs = True
+                self._note_away("an internal error", with_traceback=True)
             finally:
+                self._sent_at = None
                 await self._connection.close()
+            await asyncio.sleep(PAUSES_SECONDS[min(self._failures, len(PAUSES_SECONDS) - 1)])
+            self._failures += 1
 
     async def _connect(self) -> None:
         await self._connection.open()
+        if self._connection.run_id != self._told_run:
+            self._untold.update(self._observed)
         await self._send_config()
         if not self._owner:
             await self._say_hello()
 
     async def _serve(self) -> None:
         """Batches until the store goes away."""
-        ears = asyncio.create_task(self._listen(self._owner))
+        while True:
+            async with self._listening():
+                await self._serve_owner()
+            await self._fenced()
+
+    @asynccontextmanager
+    async def _listening(self) -> AsyncIterator[None]:
+        """A wake-up carries no data; one that is lost costs a heartbeat."""
+        ears = asyncio.create_task(listen(self._url, self._wake_prefix + self._owner, self.wake))
         try:
-            while True:
-                reply = await self._ledger.channel.exchange(self._connection, self._owner, self._heartbeat())
-                self._note_up()
-                if reply.status == "fenced" or reply.status == "stale":
-                    await self._fenced()
-                    ears.cancel()
-                    ears = asyncio.create_task(self._listen(self._owner))
-                    continue
-                await self._act_on(reply)
-                if not reply.more:
-                    await self._rest()
+            yield
         finally:
             ears.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await ears
+            await asyncio.wait([ears])
+
+    async def _serve_owner(self) -> None:
+        """Batches until this owner is fenced."""
+        while True:
+            reply = await self._exchange()
+            if reply.status in ("fenced", "stale"):
+                return
+            await self._act_on(reply)
+            if not reply.more:
+                await self._rest()
+
+    async def _exchange(self) -> Reply:
+        self._sent_at = self._now()
+        reply = await self._ledger.channel.exchange(self._connection, self._owner, self._heartbeat)
+        self._sent_at = None
+        self._note_up()
+        if reply.status == "ok":
+            self._known_run = self._connection.run_id
+        return reply
 
     async def _act_on(self, reply: Reply) -> None:
         if reply.status == "epoch":
@@ -135,26 +173,27 @@ class Keeper:
             self._declare()
         elif reply.status == "unconfigured":
             await self._send_config()
+            self._untold.update(self._observed)
         for id_, replica in reply.outbox:
             self._ledger.offer(id_, replica)
-        if self._differs and not self._ledger.channel.busy:
-            self._differs = False
+        if self._differs and not self._ledger.channel.unanswered:
             await self._compare()
+        if self._configure:
+            await self._send_config()
         await self._tell_observations()
 
     async def _rest(self) -> None:
         """Until there is something to send, or the next heartbeat is due."""
         if not self._ledger.channel.busy and not self._differs:
             self._idle.set()
-            left = max(self._beat_at - time.monotonic(), 0)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(left):
+                async with asyncio.timeout(max(self._beat_at - self._now(), 0)):
                     await self._work.wait()
         self._work.clear()
 
     def _heartbeat(self) -> Op | None:
         """Due once a heartbeat; until the gate is open it also asks whether it is."""
-        now = time.monotonic()
+        now = self._now()
         if now < self._beat_at:
             return None
         self._beat_at = now + self._config().heartbeat_ms / 1000
@@ -171,45 +210,66 @@ class Keeper:
     def _on_declared(self, result: Result) -> None:
         self._gate_open = result[0] == "open"
         if not self._gate_open:
-            self._beat_at = min(self._beat_at, time.monotonic() + min(result[1], 250) / 1000)
+            self._beat_at = min(self._beat_at, self._now() + GATE_SECONDS)
 
     # -- hello and its occasions ---------------------------------------------------------------------------------
 
     async def _say_hello(self) -> None:
-        """Under a new id.  Another run id means that the store lost what it knew of us: then we re-declare by force."""
-        self._owner = secrets.token_hex(8)
-        reply = decode_text(await self._connection.evaluate("hello", "", self._owner))
+        """Under a new id.  Another server process means that what it knew of us is lost: then we re-declare by force.
+
+        An id whose hello was not answered is not used: the hello may still arrive and take a session back to its start.
+        """
+        owner = secrets.token_hex(8)
+        reply = decode_text(await self._connection.evaluate("hello", "", owner))
         if reply[0] != "ok":
-            self._owner = ""
             raise StoreAway(f"hello was answered {reply[0]}")
-        run = reply[4]
-        force = bool(self._known_run) and run != self._known_run
-        self._known_run = run
+        self._owner = owner
         self._gate_open = False
         self._beat_at = 0.0
-        self._ledger.restart(force)
+        self._ledger.restart(force=self._lost_data)
         self._declare()
+
+    @property
+    def _lost_data(self) -> bool:
+        return bool(self._known_run) and self._connection.run_id != self._known_run
 
     async def _fenced(self) -> None:
         """Our lease is over, or the store lost its data."""
-        self._observer(LeaseLost(self._ledger.fleet))
-        log.warning("fenced by the store of fleet %s: saying hello under a new owner id", self._ledger.fleet)
+        if self._lost_data:
+            log.warning(
+                "the store of fleet %s was started anew: declaring again what runs", self._ledger.fleet
+            )
+        else:
+            log.warning(
+                "fenced by the store of fleet %s: saying hello under a new owner id", self._ledger.fleet
+            )
+            self._observer(LeaseLost(self._ledger.fleet))
         self._owner = ""
         await self._send_config()
         await self._say_hello()
 
     async def _send_config(self) -> None:
         self._configure = False
-        await self._connection.evaluate("configure", "", self._wake_prefix, "fleet", *config_arguments(self._config()))
+        config = self._config()
+        try:
+            await self._connection.evaluate(
+                "configure", "", self._wake_prefix, "fleet", *config_arguments(config)
+            )
+        except StoreAway:
+            self._configure = True
+            raise
+        for replica in self._observed.keys() - {r.name for r in config.replicas}:
+            del self._observed[replica]
+            self._untold.discard(replica)
 
     async def _tell_observations(self) -> None:
-        if self._configure:
-            await self._send_config()
-        while self._observations:
-            replica, up = next(iter(self._observations.items()))
+        while self._untold:
+            replica = min(self._untold)
+            up = self._observed[replica]
             await self._connection.evaluate("configure", "", self._wake_prefix, "replica", replica, int(up))
-            if self._observations.get(replica) == up:
-                del self._observations[replica]
+            if self._observed.get(replica) == up:
+                self._untold.discard(replica)
+        self._told_run = self._connection.run_id
 
     async def _compare(self) -> None:
         listed: dict[str, str] = {}
@@ -220,41 +280,24 @@ class Keeper:
             if len(page) < 3 * PAGE_SIZE:
                 break
             after = page[-3]
+        self._differs = False
+        self._listed = len(listed)
         self._ledger.compare(listed)
-
-    # -- the wake channel ----------------------------------------------------------------------------------------
-
-    async def _listen(self, owner: str) -> None:
-        """A wake-up carries no data; one that is lost costs a heartbeat."""
-        while True:
-            client = new_client(self._url)
-            try:
-                async with client.pubsub() as pubsub:
-                    await pubsub.subscribe(self._wake_prefix + owner)
-                    async for _ in pubsub.listen():
-                        self.wake()
-            except (RedisError, OSError):
-                await asyncio.sleep(PAUSES_SECONDS[-1])
-            finally:
-                with contextlib.suppress(RedisError, OSError):
-                    await client.aclose()
 
     # -- up and down ---------------------------------------------------------------------------------------------
 
     def _note_up(self) -> None:
+        self._failures = 0
         if self._away_since is not None:
             self._away_since = None
             self._observer(StoreUp(True))
             log.info("the store of fleet %s answers", self._ledger.fleet)
 
-    def _note_away(self, away: StoreAway) -> None:
-        now = time.monotonic()
+    def _note_away(self, why: str, with_traceback: bool = False) -> None:
+        now = self._now()
         if self._away_since is None:
             self._away_since = now
             self._observer(StoreUp(False))
         if now - self._logged_at >= LOG_SECONDS:
             self._logged_at = now
-            log.error("the store of fleet %s is away: %s", self._ledger.fleet, away)
-
-    def details(self) -> dict[str, Any]:
-        return {"owner": self._owner, "ready": self.ready}
+            log.error("the store of fleet %s is away: %s", self._ledger.fleet, why, exc_info=with_traceback)

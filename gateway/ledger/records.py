@@ -30,9 +30,7 @@ def decode_record(kind: str, packed: bytes) -> dict[str, Any]:
 def config_arguments(config: FleetConfig) -> tuple[bytes, bytes]:
     """The two packed arguments of `configure.lua`."""
     fleet = [config.lease_ms, config.heartbeat_ms, config.overtake_blocks, config.lanes, config.classes]
-    replicas = [
-        [r.name, r.pool, r.limit, r.usable, r.sequences_max, r.prefill_max] for r in config.replicas
-    ]
+    replicas = [[r.name, r.pool, r.limit, r.usable, r.sequences_max, r.prefill_max] for r in config.replicas]
     return msgspec.msgpack.encode(fleet), msgspec.msgpack.encode(replicas)
 
 

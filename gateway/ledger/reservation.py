@@ -1,16 +1,16 @@
 """One call's guard on this process's side: what it asked for, what it was given, and giving it back once."""
 
 import asyncio
+from collections.abc import Callable
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from gateway.core.outcomes import Code, Refusal
+from gateway.core.outcomes import Refusal
 from gateway.ledger.api import Admission, Grant, Lost
+from gateway.ledger.channel import Result
 
 if TYPE_CHECKING:
     from gateway.ledger.valkey import ValkeyLedger
-
-Result = list[Any]
 
 
 class Phase(Enum):
@@ -30,8 +30,10 @@ class Phase(Enum):
 class Ask:
     """`Reservation` of the Valkey ledger.  All methods run on the event loop; results come from the channel's task."""
 
-    __slots__ = ("_abandoned", "_answer", "_asked_at", "_claiming", "_exclude", "_held_bytes", "_ledger", "_lost",
-                 "_timer", "_used", "admission", "id", "phase", "queued", "replica")  # fmt: skip
+    __slots__ = (
+        "_answer", "_asked_at", "_claiming", "_exclude", "_ledger", "_lost", "_started_at", "_timer", "_used",
+        "abandoned", "admission", "id", "phase", "queued", "replica",
+    )  # fmt: skip
 
     def __init__(self, ledger: "ValkeyLedger", id_: str, admission: Admission, lost: Lost) -> None:
         self.id = id_
@@ -39,39 +41,39 @@ class Ask:
         self.phase = Phase.NEW
         self.replica = ""
         self.queued = False
+        self.abandoned = False
+        """The owner of the guard has left while the admit was under way."""
         self._ledger = ledger
         self._lost = lost
         self._answer: asyncio.Future[Grant | Refusal] | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._started_at = 0.0
+        """When the call began to be willing to wait; a move does not give it more time."""
         self._asked_at = 0.0
         self._exclude: tuple[str, ...] = ()
         self._claiming = False
-        self._abandoned = False
         self._used: tuple[int, int] = (-1, -1)
-        self._held_bytes = 0
 
     # -- the request's side --------------------------------------------------------------------------------------
 
     async def granted(self) -> Grant | Refusal:
-        refusal = self._ledger.may_ask(self)
+        refusal = self._ledger.may_ask(self.admission)
         if refusal:
             return refusal
-        self._asked_at = self._ledger.now()
-        self._answer = asyncio.get_running_loop().create_future()
+        self._started_at = self._ledger.now()
+        answer = self._expect()
         self.ask()
-        self._arm(self._ledger.hold_seconds, self._not_heard)
-        return await self._answer
+        return await answer
 
     async def moved(self, exclude: str) -> Grant | Refusal:
         if self.phase is not Phase.RESERVED:
             return self._ledger.lost_refusal()
-        self._answer = asyncio.get_running_loop().create_future()
         self._exclude = (*self._exclude, exclude)
         self.phase = Phase.MOVING
+        answer = self._expect()
         self._ledger.channel.move(["M", self.id, [exclude]], self._on_move)
         self._ledger.wake()
-        self._arm(max(self._wait_left_ms() / 1000, 0), self._waited_out)
-        return await self._answer
+        return await answer
 
     def first_token(self) -> None:
         if self.phase is Phase.RESERVED and self.admission.prefill:
@@ -79,37 +81,48 @@ class Ask:
             self._ledger.wake()
 
     def settle(self, used_blocks: int | None, cost: int | None) -> None:
+        if self.phase in (Phase.SETTLING, Phase.GONE):
+            return
         self._disarm()
+        self._resolve(self._ledger.draining_refusal())
         self._used = (-1 if used_blocks is None else used_blocks, -1 if cost is None else cost)
-        if self.phase is Phase.NEW or (self.phase is Phase.ASKED and self._ledger.channel.drop_admit(self.id)):
-            return self.forget()
-        if self.phase is Phase.ASKED:
-            self._abandoned = True
-        elif self.phase in (Phase.QUEUED, Phase.RESERVED, Phase.MOVING):
+        dropped = self._ledger.channel.drop(self.id)
+        if self.phase is Phase.NEW or (self.phase is Phase.ASKED and dropped):
+            self.forget()
+        elif self.phase is Phase.ASKED:
+            self.abandoned = True
+        else:
             self._send_settle()
 
     # -- the channel's side --------------------------------------------------------------------------------------
 
     def ask(self) -> None:
-        """Put the admit in, for the first time or again under a new owner."""
-        a = self.admission
+        """Put the admit in, for the first time or under a new owner."""
         self.phase = Phase.ASKED
         self._claiming = False
-        wait_ms = self._wait_left_ms()
-        arguments = ["A", self.id, a.key, a.class_, a.lane, a.blocks, a.sequences, a.prefill, a.cost, wait_ms, a.weight,
-                     a.blocks_max, a.requests_max, a.queue_max, [], list(self._exclude), []]  # fmt: skip
-        self._ledger.channel.admit(self.id, arguments, self._on_admit)
+        self.ask_again()
         self._ledger.wake()
+
+    def ask_again(self) -> None:
+        """Where the store knows the call already, an admit only says what became of it."""
+        a = self.admission
+        arguments = [
+            "A", self.id, a.key, a.class_, a.lane, a.blocks, a.sequences, a.prefill, a.cost, self._wait_left_ms(),
+            a.weight, a.blocks_max, a.requests_max, a.queue_max, [], list(self._exclude), [],
+        ]  # fmt: skip
+        self._ledger.channel.admit(arguments, self._on_admit)
 
     def redeclare(self, force: bool) -> None:
         a = self.admission
-        arguments = ["R", self.id, self.replica, a.key, a.class_, a.lane, a.blocks, a.sequences, 0, a.cost, a.weight,
-                     a.blocks_max, a.requests_max, int(force)]  # fmt: skip
+        arguments = [
+            "R", self.id, self.replica, a.key, a.class_, a.lane, a.blocks, a.sequences, 0, a.cost, a.weight,
+            a.blocks_max, a.requests_max, int(force),
+        ]  # fmt: skip
         self._ledger.channel.move(arguments, self._on_redeclare)
 
     def rebuild(self, force: bool) -> None:
         """The store knows nothing of this owner any more: say again what is wanted or held."""
-        if self._abandoned or self.phase is Phase.SETTLING:
+        if self.abandoned or self.phase is Phase.SETTLING:
             self.forget()
         elif self.phase is Phase.RESERVED:
             self.redeclare(force)
@@ -119,7 +132,6 @@ class Ask:
     def offered(self, replica: str) -> None:
         """The outbox lists this call: it has blocks on a replica from now on."""
         if self.phase is Phase.QUEUED:
-            self.queued = True
             self._reserved(replica)
         if self.phase is Phase.RESERVED and not self._claiming:
             self._claiming = True
@@ -133,29 +145,35 @@ class Ask:
     def _on_admit(self, result: Result) -> None:
         if result[0] == "grant":
             self._ledger.claimed(self.id)
-        if self._abandoned:
-            if result[0] in ("grant", "ticket"):
-                return self._send_settle()
-            return self.forget()
-        if self.phase is not Phase.ASKED:
-            return
+        if self.abandoned:
+            self._end_abandoned(result)
+        elif self.phase in (Phase.ASKED, Phase.QUEUED):
+            self._take_answer(result)
+
+    def _end_abandoned(self, result: Result) -> None:
+        if result[0] in ("grant", "ticket"):
+            self._send_settle()
+        else:
+            self.forget()
+
+    def _take_answer(self, result: Result) -> None:
         if result[0] == "grant":
             self._claiming = True
             self._reserved(result[1])
         elif result[0] == "ticket":
             self._wait_in_queue()
         else:
-            self._refused(self._ledger.refusal_of(self.admission, result))
+            self._refused(result)
 
     def _on_move(self, result: Result) -> None:
         self._ledger.unclaimed(self.id)
-        self._claiming = False
         if self.phase is not Phase.MOVING:
             return
+        self._claiming = False
         if result[0] == "ticket":
-            self.phase = Phase.QUEUED
+            self._wait_in_queue()
         else:
-            self._refused(self._ledger.lost_refusal())
+            self.ask()
 
     def _on_claim(self, result: Result) -> None:
         """Of K and F: both leave a claimed reservation behind unless it is gone."""
@@ -166,15 +184,23 @@ class Ask:
         if result[0] in ("same", "declared"):
             self._ledger.claimed(self.id)
             return
-        if self.phase is Phase.RESERVED:
+        if self.phase is not Phase.RESERVED:
+            return
+        if result[0] == "error":
+            self._ledger.op_failed(result)
+            self._send_settle()
+        else:
             self.forget()
-            self._lost()
+        self._lost()
 
     def _on_settle(self, result: Result) -> None:
+        if result[0] == "error":
+            self._ledger.op_failed(result)
         self._ledger.unclaimed(self.id)
         self.forget()
 
     def _send_settle(self) -> None:
+        self._disarm()
         self.phase = Phase.SETTLING
         self._ledger.settled_here(self.admission)
         self._ledger.channel.free(["S", self.id, *self._used], self._on_settle)
@@ -182,11 +208,19 @@ class Ask:
 
     # -- waiting -------------------------------------------------------------------------------------------------
 
+    def _expect(self) -> "asyncio.Future[Grant | Refusal]":
+        """An answer within the time that a call is held for the store."""
+        self._asked_at = self._ledger.now()
+        self._answer = asyncio.get_running_loop().create_future()
+        self._arm(self._ledger.hold_seconds, self._not_heard)
+        return self._answer
+
     def _wait_left_ms(self) -> int:
-        waited_ms = int((self._ledger.now() - self._asked_at) * 1000)
+        waited_ms = int((self._ledger.now() - self._started_at) * 1000)
         return max(self.admission.wait_ms - waited_ms, 0)
 
     def _wait_in_queue(self) -> None:
+        """A ticket of no time left is only good for a grant that comes in the same reply."""
         self.phase = Phase.QUEUED
         self.queued = True
         self._arm(self._wait_left_ms() / 1000, self._waited_out)
@@ -197,25 +231,27 @@ class Ask:
         self._disarm()
         self._resolve(Grant(replica, int((self._ledger.now() - self._asked_at) * 1000), self.queued))
 
-    def _refused(self, refusal: Refusal) -> None:
-        self.forget()
+    def _refused(self, result: Result) -> None:
+        """After an error it is not known what the store holds of the call."""
+        refusal = self._ledger.refusal_of(self.admission, result)
+        if result[0] == "refused":
+            self.forget()
+        else:
+            self._send_settle()
         self._resolve(refusal)
 
     def _not_heard(self) -> None:
-        """The store did not answer the admit in the time that a call is held for it."""
         self._resolve(self._ledger.away_refusal())
 
     def _waited_out(self) -> None:
-        if self.phase in (Phase.QUEUED, Phase.ASKED, Phase.MOVING):
-            message = f"waited {self.admission.wait_ms} ms in the queue, the longest that queue.seconds_max allows"
-            retry_ms = self._ledger.retry_hint_ms
-            self._resolve(Refusal(Code.QUEUE_TIMEOUT, message, retry_ms=retry_ms))
+        waited_ms = int((self._ledger.now() - self._started_at) * 1000)
+        self._resolve(self._ledger.waited_out_refusal(waited_ms, self.admission))
 
     def _resolve(self, answer: Grant | Refusal) -> None:
         if self._answer and not self._answer.done():
             self._answer.set_result(answer)
 
-    def _arm(self, seconds: float, fire: Any) -> None:
+    def _arm(self, seconds: float, fire: Callable[[], None]) -> None:
         self._disarm()
         self._timer = asyncio.get_running_loop().call_later(seconds, fire)
 

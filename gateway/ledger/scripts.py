@@ -67,6 +67,8 @@ def splice(folder: Path, name: str) -> str:
     def text_of(fragment: str) -> str:
         present.add(fragment)
         source = (folder / f"{fragment}.lua").read_text()
-        return _INCLUDE.sub(lambda found: "" if found[1] in present else text_of(found[1]).rstrip("\n"), source)
+        return _INCLUDE.sub(
+            lambda found: "" if found[1] in present else text_of(found[1]).rstrip("\n"), source
+        )
 
     return text_of(name)

@@ -50,7 +50,9 @@ async def read_state(url: str, fleet: str) -> dict[str, Any]:
     Raises StoreAway.
     """
     async with _reader(url) as client:
-        replicas = {n: decode_record("replica", v) for n, v in (await _read(client, fleet, "replicas")).items()}
+        replicas = {
+            n: decode_record("replica", v) for n, v in (await _read(client, fleet, "replicas")).items()
+        }
         calls = [decode_record("call", v) for v in (await _read(client, fleet, "calls")).values()]
         keys = {n: decode_record("key", v) for n, v in (await _read(client, fleet, "keys")).items()}
     pools: dict[str, Any] = {}

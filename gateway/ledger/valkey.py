@@ -1,6 +1,8 @@
 """The production ledger of one fleet: the list of this process's reservations, mirrored in the store by the channel."""
 
 import asyncio
+import contextlib
+import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -19,10 +21,14 @@ from gateway.ledger.reservation import Ask, Phase
 from gateway.ledger.scripts import key_prefix
 from gateway.ledger.state import read_state
 
+log = logging.getLogger(__name__)
+
 CACHE_SECONDS = 0.05
 """How long a refusal of the store may be repeated without asking it again."""
 PROBE_SECONDS = 0.01
 """One call in this time goes through to the store all the same."""
+HOPELESS = frozenset({Code.CONTEXT_LENGTH_EXCEEDED, Code.KEY_CAP_EXCEEDED})
+"""Refusals that repeating the call cannot change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +60,18 @@ class ValkeyLedger:
         observer: Observer,
         now: Callable[[], float] = time.monotonic,
         reply_seconds: float = REPLY_SECONDS,
+        keep_lost: bool = False,
     ) -> None:
+        """`keep_lost` (`store.on_lease_lost: keep`): a call whose place was given away while this process was fenced
+        is declared again by force, over the limit, instead of being reported to its `Lost`."""
         self.fleet = fleet
         self.now = now
         self.hold_seconds = hold.seconds or reply_seconds
-        self.retry_hint_ms = FIRST_APPOINTMENT_MS
+        self._retry_hint_ms = FIRST_APPOINTMENT_MS
         self._url = url
         self._hold = hold
+        self._keep_lost = keep_lost
+        self._closing = False
         self._observer = observer
         self._asks: dict[str, Ask] = {}
         self._claimed: set[str] = set()
@@ -68,7 +79,9 @@ class ValkeyLedger:
         self._known: dict[tuple[str, str], _Known] = {}
         prefix = key_prefix(fleet) + "wake:"
         self.channel = Channel(prefix)
-        self._keeper = Keeper(self, Connection(url, fleet, observer, reply_seconds), url, prefix, config, observer)
+        self._keeper = Keeper(
+            self, Connection(url, fleet, observer, reply_seconds), url, prefix, config, observer
+        )
 
     # -- the request path ----------------------------------------------------------------------------------------
 
@@ -81,10 +94,21 @@ class ValkeyLedger:
         """Calls of this process that ask, wait, run or are being given back."""
         return len(self._asks)
 
+    @property
+    def holding(self) -> bool:
+        """The store may hold something of this process."""
+        return any(ask.phase is not Phase.NEW for ask in self._asks.values())
+
     def open(self, admission: Admission, lost: Lost) -> Ask:
-        ask = Ask(self, f"{secrets.randbits(ID_BITS):010x}", admission, lost)
+        ask = Ask(self, self._new_id(), admission, lost)
         self._asks[ask.id] = ask
         return ask
+
+    def _new_id(self) -> str:
+        while True:
+            id_ = f"{secrets.randbits(ID_BITS):010x}"
+            if id_ not in self._asks:
+                return id_
 
     def known_refusal(self, lanes: Sequence[str], class_: str) -> Refusal | None:
         now = self.now()
@@ -100,15 +124,23 @@ class ValkeyLedger:
             return None
         return found[0].refusal
 
-    def may_ask(self, ask: Ask) -> Refusal | None:
-        """While the store is away, few calls wait for it, and none once it has been away too long."""
+    def may_ask(self, admission: Admission) -> Refusal | None:
+        """While the store is away or slow, few calls wait for it; none once it has been away too long."""
+        if self._closing:
+            return self.draining_refusal()
         away = self._keeper.away_seconds
-        if away is None:
+        if away is None and not self._keeper.slow:
             return None
-        waiting = [a for a in self._asks.values() if a.phase is Phase.ASKED]
-        held_bytes = sum(a.admission.body_bytes for a in waiting) + ask.admission.body_bytes
-        if away >= self._hold.seconds or len(waiting) >= self._hold.calls_max or held_bytes > self._hold.bytes_max:
+        if away is not None and away >= self._hold.seconds:
             return self.away_refusal()
+        held = [
+            a.admission.body_bytes for a in self._asks.values() if a.phase is Phase.ASKED and not a.abandoned
+        ]
+        if len(held) >= self._hold.calls_max:
+            return self._hold_refusal("calls", len(held), self._hold.calls_max)
+        held_bytes = sum(held) + admission.body_bytes
+        if held_bytes > self._hold.bytes_max:
+            return self._hold_refusal("bytes", held_bytes, self._hold.bytes_max)
         return None
 
     async def state(self) -> dict[str, Any]:
@@ -127,14 +159,16 @@ class ValkeyLedger:
         await self._keeper.run()
 
     async def close(self, seconds: float) -> None:
-        """Settle everything that this process holds until the store's list is empty, for at most `seconds`."""
+        """Settle everything that this process holds until the store's list is empty, for at most `seconds`.
+
+        Needs `run` to go on; calls that still wait for a place are refused.
+        """
+        self._closing = True
         for ask in list(self._asks.values()):
             ask.settle(None, None)
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._keeper.drain()
-        except TimeoutError:
-            return
 
     # -- what reservations report --------------------------------------------------------------------------------
 
@@ -159,29 +193,49 @@ class ValkeyLedger:
         for key in [key for key in self._known if key[0] == admission.lane]:
             del self._known[key]
 
+    def op_failed(self, result: Result) -> None:
+        """An op was malformed or met books that contradict it: a bug, counted and told."""
+        log.error("an op failed in the store of fleet %s: %s", self.fleet, result[1])
+        self._observer(Healed(self.fleet, "error", 1))
+
     def refusal_of(self, admission: Admission, result: Result) -> Refusal:
         """The store's refusal in words; queue refusals are remembered for a moment."""
         if result[0] != "refused" or result[1] == "id":
-            self._observer(Healed(self.fleet, "error", 1))
+            self.op_failed(result)
             return Refusal(Code.INTERNAL_ERROR, "the ledger could not carry the request out")
         _, name, knob, measured, limit, retry_ms = result
         code = Code(name)
-        refusal = Refusal(code, _words(code, knob, measured, limit, admission), retry_ms=retry_ms or None,
-                          should_retry=None if retry_ms else False)  # fmt: skip
-        if retry_ms:
-            self.retry_hint_ms = retry_ms
+        message = _words(code, knob, measured, limit, admission)
+        if code in HOPELESS:
+            return Refusal(code, message, should_retry=False)
+        retry_ms = self._retry_hint_ms = max(retry_ms, 1)
         if code is Code.QUEUE_FULL:
             now = self.now()
-            cached = Refusal(code, refusal.message, retry_ms=retry_ms, cached=True)
+            cached = Refusal(code, message, retry_ms=retry_ms, cached=True)
             self._known[admission.lane, admission.class_] = _Known(cached, now, now)
-        return refusal
+        return Refusal(code, message, retry_ms=retry_ms)
 
     def away_refusal(self) -> Refusal:
-        return Refusal(Code.STORE_UNAVAILABLE, "the store of reservations does not answer", retry_ms=FIRST_APPOINTMENT_MS)
+        message = "the store of reservations does not answer"
+        return Refusal(Code.STORE_UNAVAILABLE, message, retry_ms=FIRST_APPOINTMENT_MS)
+
+    def _hold_refusal(self, unit: str, measured: int, limit: int) -> Refusal:
+        message = f"{measured} {unit} wait for the store of reservations, store.hold_{unit}_max is {limit}"
+        return Refusal(Code.STORE_UNAVAILABLE, message, retry_ms=FIRST_APPOINTMENT_MS)
 
     def lost_refusal(self) -> Refusal:
-        return Refusal(Code.LEASE_LOST, "the reservation was lost while moving to another replica",
-                       retry_ms=FIRST_APPOINTMENT_MS)  # fmt: skip
+        message = "the reservation was lost before it could move to another replica"
+        return Refusal(Code.LEASE_LOST, message, retry_ms=FIRST_APPOINTMENT_MS)
+
+    def draining_refusal(self) -> Refusal:
+        return Refusal(Code.DRAINING, "this gateway is shutting down", retry_ms=FIRST_APPOINTMENT_MS)
+
+    def waited_out_refusal(self, waited_ms: int, admission: Admission) -> Refusal:
+        limit_ms = admission.wait_ms
+        message = (
+            f"waited {waited_ms} ms in the queue, the longest allowed (queue.seconds_max) is {limit_ms} ms"
+        )
+        return Refusal(Code.QUEUE_TIMEOUT, message, retry_ms=self._retry_hint_ms)
 
     # -- what the keeper asks for --------------------------------------------------------------------------------
 
@@ -202,27 +256,38 @@ class ValkeyLedger:
         self._claimed.clear()
         self._claimed_sum = 0
         for ask in list(self._asks.values()):
-            ask.rebuild(force)
+            ask.rebuild(force or self._keep_lost)
 
     def redeclare(self) -> None:
-        """The store was restarted with its data: confirm what runs, and ask again for what waits."""
+        """The store was restarted with its data, maybe old: confirm what runs, and ask again for what waits."""
         for ask in list(self._asks.values()):
             if ask.phase is Phase.RESERVED:
                 ask.redeclare(force=True)
+            elif ask.phase is Phase.QUEUED:
+                ask.ask_again()
 
     def compare(self, listed: dict[str, str]) -> None:
-        """Mend the difference between the store's list of our calls (id -> state) and ours.  Nothing is in flight."""
+        """Mend the difference between the store's list of our calls (id -> state) and ours.
+
+        Every batch was answered when the list was read, and none was sent since.
+        """
         unknown = [id_ for id_ in listed if id_ not in self._asks]
         for id_ in unknown:
             self._settle_unknown(id_)
-        missing = [a for a in self._asks.values() if a.phase is Phase.RESERVED and a.id not in listed]
+        missing = [
+            ask
+            for ask in self._asks.values()
+            if ask.phase is Phase.RESERVED and ask.id not in listed and not self.channel.declares(ask.id)
+        ]
         for ask in missing:
-            self.unclaimed(ask.id)
-            ask.redeclare(force=False)
+            ask.redeclare(self._keep_lost)
         self._claimed = {id_ for id_, state in listed.items() if state == "reserved"}
         self._claimed_sum = sum(int(id_, 16) for id_ in self._claimed)
         for kind, found in (("settled", unknown), ("redeclared", missing)):
             if found:
+                log.warning(
+                    "fleet %s: %d reservations differed from the store's, %s", self.fleet, len(found), kind
+                )
                 self._observer(Healed(self.fleet, kind, len(found)))
 
     def _settle_unknown(self, id_: str) -> None:
@@ -232,7 +297,9 @@ class ValkeyLedger:
 def _words(code: Code, knob: str, measured: int, limit: int, admission: Admission) -> str:
     match code:
         case Code.CONTEXT_LENGTH_EXCEEDED:
-            return f"the request needs {measured} KV blocks, the largest replica has {limit}: it can never run"
+            return (
+                f"the request needs {measured} KV blocks, the largest replica has {limit}: it can never run"
+            )
         case Code.KEY_CAP_EXCEEDED:
             return f"the request needs {measured} KV blocks, the key's limits.blocks_max is {limit}"
         case Code.QUOTA_EXCEEDED:
@@ -240,9 +307,9 @@ def _words(code: Code, knob: str, measured: int, limit: int, admission: Admissio
         case Code.QUEUE_FULL:
             return f"{measured} requests wait in class {admission.class_}, queue.depth_max is {limit}"
         case Code.CAPACITY_EXCEEDED:
-            return f"the request needs {measured} KV blocks, at most {limit} are free on one replica, and the queue is off"
+            return f"the request needs {measured} KV blocks, one replica has {limit} free at most, queue.depth_max is 0"
         case Code.QUEUE_TIMEOUT:
-            return f"the time to wait in the queue, {limit} ms, is over"
+            return f"the call may not wait any longer in the queue: {limit} ms are left"
         case Code.NO_BACKEND:
             return "no replica that the request fits is up"
         case _:

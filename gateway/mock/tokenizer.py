@@ -1,8 +1,8 @@
 """The mock's tokenizer: a fixed regular expression, so that every count can be worked out by hand.
 
 A token is one of: an optional space and up to five ASCII letters; up to three digits; up to two ASCII punctuation
-marks; up to four white-space or control characters; one character beyond ASCII.  So a token is at most six bytes
-of UTF-8, no text but the empty one has zero tokens, and English counts come near those of a real vocabulary.
+marks; up to four white-space or control characters, NUL alone; one character beyond ASCII.  So a token is at most
+six bytes of UTF-8, no text but the empty one has zero tokens, and English prose has about 1.4 tokens a word.
 
 A token's id is its bytes read as a big-endian integer, which makes decoding exact.  The chat template puts four
 tokens around each message and three before the reply; tools and tool calls count as their compact JSON, a content
@@ -22,7 +22,7 @@ REPLY_TOKENS = 3
 PART_TOKENS = 256
 
 _PIECE = re.compile(
-    r" ?[A-Za-z]{1,5}|[0-9]{1,3}|[!-/:-@\[-`{-~]{1,2}|[\x00-\x20\x7f]{1,4}|[^\x00-\x7f]",
+    r" ?[A-Za-z]{1,5}|[0-9]{1,3}|[!-/:-@\[-`{-~]{1,2}|\x00|[\x01-\x20\x7f]{1,4}|[^\x00-\x7f]",
 )
 _TEMPLATE_ID = 1
 """Stands for every token of the chat template; no text holds it alone but the control character U+0001."""

@@ -27,7 +27,6 @@ MUTANTS: dict[str, tuple[str, str]] = {
     "fast path skips the passed count": ("  count_passed(id, call, name)\nend", "  if state == 'unclaimed' then count_passed(id, call, name) end\nend"),
     "gate ignored by the fast path": ("if meta.opens_at > 0 or #with_prefix", "if #with_prefix"),
     "epoch not told": ("if session.told ~= meta.epoch then", "if false then"),
-    "bad op stops its batch": ("local ok, result = pcall(execute, ARGV[i])", "local ok, result = true, execute(ARGV[i])"),
     "credit never spent": ("line.credit = line.credit - CREDIT_SCALE * call.blocks", "line.credit = line.credit"),
     "exclusion ignored": ("and not contains(call.exclude, name)", ""),
     "move pays twice": ("correct(call, -call.charged)\n    call.charged", "call.charged"),

@@ -66,7 +66,7 @@ def test_the_count_is_within_the_bounds_by_bytes(encoding: tiktoken.Encoding, pr
 
 
 def test_bounds_are_of_the_longest_prompt() -> None:
-    assert token_bounds(completion("a" * 256, "b"), 1.0) == (2, 256)
+    assert token_bounds(completion("a" * 256, "b"), 1.0) == (3, 257)
 
 
 @pytest.mark.parametrize(("tokens", "share"), [(1, 0), (511, 0), (512, 512), (70_000, 70_000)])

@@ -301,7 +301,7 @@ def test_token_ids_count_exactly(prompt: Any, tokens: tuple[int, ...]) -> None:
 
 def test_every_text_is_a_prompt_of_its_own() -> None:
     request = read(completion(prompt=["a", "é"], n=3), Endpoint.COMPLETIONS)
-    assert request.prompts == (PromptText(("a",), 0, 1), PromptText(("é",), 0, 2))
+    assert request.prompts == (PromptText(("a",), 1, 1), PromptText(("é",), 1, 2))
     assert (request.sequences_per_prompt, request.sequences) == (3, 6)
 
 

@@ -29,11 +29,13 @@ def test_any_text_comes_back_from_its_tokens(text: str) -> None:
         ("def foo(x):", ["def", " foo", "(", "x", "):"]),
         ("implementation 2026", ["imple", "menta", "tion", " ", "202", "6"]),
         ("äöü", ["ä", "ö", "ü"]),
+        ("\0\0\n\n\n\n\n", ["\0", "\0", "\n\n\n\n", "\n"]),
         ("", []),
     ],
 )
 def test_pieces(text: str, pieces: list[str]) -> None:
     assert tokenizer.pieces(text) == pieces
+    assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 def test_the_chat_template_counts_messages_parts_and_tools() -> None:

@@ -1,0 +1,225 @@
+"""A call can end at every one of its suspensions; whatever ends it, everything is given back, and it is told once."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import pytest
+
+from gateway.core.lifecycle import Event
+from gateway.core.outcomes import Code, Outcome
+from gateway.mock.engine import EngineConfig
+from gateway.mock.faults import Fault, Kind
+from gateway.mock.journal import State
+from tests.flow.driver import Suspensions, Visitor
+from tests.flow.engines import MockEngine, mock_engine
+from tests.flow.world import World, chat, gateway, soon
+
+STREAM = chat(stream=True, max_tokens=4)
+WHOLE = chat(max_tokens=4)
+SUSPENSIONS_MAX = 80
+"""No scenario here suspends so often; more is a loop that never ends."""
+TURNS = 24
+"""Turns of the loop in which a queued call goes from being asked for to being served."""
+
+
+@dataclass
+class Stage:
+    """A world and what has to happen before each run, and while it runs."""
+
+    world: World
+    mocks: list[MockEngine]
+    prepare: Callable[[], Awaitable[Callable[[], None]]]
+    """Returns what is called when the run has begun."""
+
+    async def check(self) -> None:
+        await self.world.quiet()
+        for mock in self.mocks:
+            await soon(lambda mock=mock: not mock.open_calls, "every engine's calls have ended")
+            mock.app.faults.clear()
+
+
+@asynccontextmanager
+async def plain(store_url: str) -> AsyncIterator[Stage]:
+    async def nothing() -> Callable[[], None]:
+        return lambda: None
+
+    async with mock_engine(EngineConfig(step_base_ms=1), speed=4) as mock, gateway(store_url, {"a": mock.url}) as world:
+        yield Stage(world, [mock], nothing)
+
+
+@asynccontextmanager
+async def full(store_url: str) -> AsyncIterator[Stage]:
+    """The one replica is taken until the call has begun to wait."""
+
+    async def take() -> Callable[[], None]:
+        release = await world.hold(1000)
+        return lambda: asyncio.get_running_loop().call_later(0.004, release)
+
+    async with mock_engine(EngineConfig(step_base_ms=1), speed=4) as mock, gateway(store_url, {"a": mock.url}) as world:
+        yield Stage(world, [mock], take)
+
+
+@asynccontextmanager
+async def failing_once(store_url: str) -> AsyncIterator[Stage]:
+    """The roomiest replica breaks the first attempt off."""
+
+    async def break_first() -> Callable[[], None]:
+        first.app.faults.add(Fault(Kind.RESET_BEFORE_HEADERS), 1)
+        return lambda: None
+
+    config = EngineConfig(step_base_ms=1)
+    async with mock_engine(config, speed=4) as first, mock_engine(config, speed=4) as second:
+        urls = {"a": first.url, "b": second.url}
+        async with gateway(store_url, urls, blocks={"a": 2001}) as world:
+            yield Stage(world, [first, second], break_first)
+
+
+SCENES = {
+    "streaming": (plain, STREAM),
+    "whole": (plain, WHOLE),
+    "queued": (full, STREAM),
+    "retried": (failing_once, STREAM),
+    "retried whole": (failing_once, WHOLE),
+}
+
+
+def scenes(*names: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("scene", names or list(SCENES))
+
+
+async def run(stage: Stage, body: dict[str, object], at: int, how: str, turns: int = 0) -> tuple[Suspensions, Visitor]:
+    """One call that is ended at its suspension `at`, `turns` of the loop later, by `how`."""
+    begun = await stage.prepare()
+    visitor = Visitor(stage.world.app, body, pieces=2)
+    loop = asyncio.get_running_loop()
+
+    def end() -> None:
+        if how == "leaves":
+            visitor.leave()
+        elif how == "cancelled":
+            task.cancel()
+        else:
+            stage.world.calls.interrupt(Event(how))
+
+    def strike(turns_left: int = turns) -> None:
+        if turns_left:
+            loop.call_soon(strike, turns_left - 1)
+        else:
+            end()
+
+    steps = Suspensions(visitor.run(), at, strike)
+
+    async def live() -> None:
+        await steps
+
+    task = asyncio.create_task(live())
+    begun()
+    async with asyncio.timeout(10):
+        await asyncio.wait({task})
+    if how != "cancelled" or not task.cancelled():
+        assert task.result() is None
+    return steps, visitor
+
+
+@scenes()
+async def test_uninterrupted_calls_are_served(store_url: str, scene: str) -> None:
+    """What the other tests here interrupt really is what they say."""
+    make, body = SCENES[scene]
+    async with make(store_url) as stage:
+        steps, visitor = await run(stage, body, SUSPENSIONS_MAX, "leaves")
+        assert 3 <= steps.count < SUSPENSIONS_MAX
+        assert (visitor.status, visitor.complete) == (200, True)
+        end = stage.world.only_end()
+        assert (end.outcome, end.replica) == (Outcome.COMPLETED, "b" if scene.startswith("retried") else "a")
+        assert end.queue_ms > 0 or scene != "queued"
+        await stage.check()
+
+
+@scenes()
+@pytest.mark.parametrize("how", ["leaves", "cancelled", Event.LEFT, Event.GRACE_OVER])
+async def test_a_call_can_end_at_every_suspension(store_url: str, scene: str, how: str) -> None:
+    """The client leaves, the task is cancelled as uvicorn does at its end, or the process ends the call."""
+    make, body = SCENES[scene]
+    async with make(store_url) as stage:
+        for at in range(1, SUSPENSIONS_MAX):
+            steps, visitor = await run(stage, body, at, how)
+            end = stage.world.only_end()
+            await stage.check()
+            if not steps.struck:
+                break
+            expect_end(end.outcome, end.reason, how, visitor)
+        assert 3 <= at < SUSPENSIONS_MAX - 1
+
+
+def expect_end(outcome: Outcome, reason: Code | None, how: str, visitor: Visitor) -> None:
+    """How a call ends that was struck; a strike while the body is read or after the last byte changes nothing."""
+    if outcome is Outcome.COMPLETED:
+        assert visitor.complete
+        return
+    if how in ("leaves", "cancelled", Event.LEFT):
+        assert outcome is Outcome.CANCELLED
+        assert not visitor.complete
+    else:
+        assert reason is Code.DRAINING
+        assert visitor.complete
+        assert visitor.status in (200, 503)
+        if visitor.status == 200:
+            assert visitor.body.count(b'"code":"draining"') == 1
+            assert visitor.body.endswith(b"data: [DONE]\n\n")
+
+
+@scenes("queued", "retried")
+@pytest.mark.parametrize("how", ["leaves", "cancelled"])
+async def test_a_waiting_call_can_end_at_every_turn_of_the_loop(store_url: str, scene: str, how: str) -> None:
+    """Asked and not sent, sent, ticket held, granted and not yet told: a wait is one suspension with many states."""
+    make, body = SCENES[scene]
+    async with make(store_url) as stage:
+        asking = await suspension_of_asking(stage, body)
+        for turns in range(TURNS):
+            await run(stage, body, asking, how, turns)
+            stage.world.only_end()
+            await stage.check()
+
+
+async def suspension_of_asking(stage: Stage, body: dict[str, object]) -> int:
+    """The number of the suspension in which the call waits for its place."""
+    found: list[int] = []
+    open_ = stage.world.ledger.open
+
+    def noted(*arguments: object) -> object:
+        found.append(steps.count + 1)
+        return open_(*arguments)  # type: ignore[arg-type]
+
+    stage.world.ledger.open = noted  # type: ignore[method-assign,assignment]
+    begun = await stage.prepare()
+    steps = Suspensions(Visitor(stage.world.app, body, pieces=2).run())
+    begun()
+    await steps
+    del stage.world.ledger.open
+    stage.world.only_end()
+    await stage.check()
+    return found[-1]
+
+
+@pytest.mark.parametrize("receives", [0, 1, 2, 3])
+async def test_a_client_leaves_while_its_body_is_read(store_url: str, receives: int) -> None:
+    async with plain(store_url) as stage:
+        visitor = await stage.world.visit(STREAM, pieces=4, leave_after_receives=receives)
+        assert not visitor.status
+        assert stage.world.only_end().outcome is Outcome.CANCELLED
+        await stage.check()
+        assert stage.mocks[0].count(State.RECEIVED) == 0
+
+
+@pytest.mark.parametrize("sends", [1, 2, 3])
+async def test_a_client_leaves_while_its_answer_is_written(store_url: str, sends: int) -> None:
+    async with plain(store_url) as stage:
+        body = chat(stream=True, max_tokens=2000)
+        visitor = await stage.world.visit(body, leave_after_sends=sends)
+        assert not visitor.complete
+        end = stage.world.only_end()
+        assert (end.outcome, end.reason) == (Outcome.CANCELLED, Code.CLIENT_DISCONNECT)
+        await stage.check()
+        assert stage.mocks[0].count(State.ABORTED) == 1

@@ -1,0 +1,237 @@
+"""The flow and the HTTP edge in this process, on the real ledger, a real Valkey and the real upstream client."""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from gateway.call import Fleet
+from gateway.core.events import CallEnded, Event
+from gateway.core.outcomes import Outcome
+from gateway.flow import Flow
+from gateway.http.auth import Key, Keyring, anonymous
+from gateway.http.proxy import Calls, ClassTerms, EdgeSettings, Proxy
+from gateway.ledger.api import Admission
+from gateway.ledger.valkey import HoldLimits, ValkeyLedger
+from gateway.tokens.api import Counter
+from gateway.upstream.client import AiohttpUpstream, UpstreamLimits
+from gateway.upstream.engines import FleetPlan, WatchedEngines
+from gateway.upstream.fleet import ReplicaShape, ReplicaSpec, ReplicaState
+from tests.flow.driver import Visitor
+
+LONG = 20.0
+MESSAGES = [{"role": "user", "content": "hi"}]
+HEARTBEAT_MS = 30
+"""Short, because a fresh store opens its gate after two."""
+LEASE_MS = 5_000
+
+_fleet_numbers = itertools.count()
+
+
+class WordCounter:
+    """A token a word; `counts` says how often it was asked."""
+
+    def __init__(self) -> None:
+        self.counts = 0
+
+    async def count(self, texts: Sequence[str]) -> int:
+        self.counts += 1
+        await asyncio.sleep(0)
+        return sum(len(text.split()) for text in texts)
+
+
+class Replicas:
+    """What `WatchedEngines` needs of a watch: replicas of one pool that are up until a test says otherwise."""
+
+    def __init__(self, urls: Mapping[str, str], blocks: Mapping[str, int], prefill_tokens: int) -> None:
+        self.failures: list[tuple[str, bool]] = []
+        """Reports of failed calls: replica, and whether it was the connection that failed."""
+        self.down: set[str] = set()
+        self._states = [
+            ReplicaState(
+                ReplicaSpec("short", name, url),
+                ReplicaShape(name, "short", url, blocks.get(name, 1001), 16, 8192, 256, prefill_tokens),
+                up=True,
+                problem="",
+            )
+            for name, url in urls.items()
+        ]
+
+    def states(self) -> list[ReplicaState]:
+        return self._states
+
+    def is_up(self, name: str) -> bool:
+        return name not in self.down
+
+    def report_failure(self, name: str, connecting: bool) -> None:
+        self.failures.append((name, connecting))
+
+
+class World:
+    """One gateway process without its sockets."""
+
+    def __init__(
+        self, replicas: Replicas, ledger: ValkeyLedger, proxy: Proxy, calls: Calls, facts: list[Event], counter: Counter
+    ) -> None:
+        self.replicas = replicas
+        self.ledger = ledger
+        self.app = proxy
+        self.calls = calls
+        self.facts = facts
+        self.counter = counter
+
+    @property
+    def ended(self) -> list[CallEnded]:
+        return [fact for fact in self.facts if isinstance(fact, CallEnded)]
+
+    async def visit(self, body: Mapping[str, Any] | bytes, **options: Any) -> Visitor:
+        async with asyncio.timeout(LONG):
+            return await Visitor(self.app, body, **options).run()
+
+    async def hold(self, blocks: int) -> Callable[[], None]:
+        """Take blocks as another client would; returns what gives them back."""
+        reservation = self.ledger.open(admission(blocks), lambda: None)
+        grant = await reservation.granted()
+        assert hasattr(grant, "replica"), grant
+        return lambda: reservation.settle(None, None)
+
+    async def queued(self, count: int) -> None:
+        """Returns when so many calls hold a ticket."""
+        await soon_true(lambda: self._is_queued(count), f"{count} calls wait")
+
+    async def _is_queued(self, count: int) -> bool:
+        found: bool = (await self.ledger.state())["queued"] == count
+        return found
+
+    async def quiet(self) -> None:
+        """Everything was given back: in this process and in the store.  Fails where that does not come true."""
+        await soon(lambda: not self.calls.inflight() and not self.ledger.inflight, "no call is in flight")
+        state = await self.ledger.state()
+        assert (state["leases"], state["queued"], state["reserved"]) == (0, 0, 0), state
+        assert not any(held for key in state["keys"].values() for held in key.values()), state
+        for pool in state["pools"].values():
+            for row in pool["replicas"].values():
+                assert (row["reserved"], row["sequences"], row["prefill_tokens"]) == (0, 0, 0), state
+
+    def only_end(self) -> CallEnded:
+        """The one report of the one call since the last time."""
+        ended = self.ended
+        assert len(ended) == 1, ended
+        self.facts.clear()
+        return ended[0]
+
+
+def admission(blocks: int) -> Admission:
+    return Admission(
+        key="holder", class_="normal", lane="short", blocks=blocks, sequences=1, prefill=0, cost=1, wait_ms=20_000,
+        weight=1, blocks_max=-1, requests_max=-1, queue_max=100,
+    )  # fmt: skip
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    """A body; `mock` scripts the mock engine."""
+    return {"model": "demo", "messages": MESSAGES, "max_tokens": 8, **fields}
+
+
+async def soon(condition: Callable[[], Any], what: str) -> None:
+    """Wait for something that needs no clock of ours; fails the test when it does not come."""
+    try:
+        async with asyncio.timeout(10):
+            while not condition():
+                await asyncio.sleep(0.002)
+    except TimeoutError:
+        raise AssertionError(f"it did not come true: {what}") from None
+
+
+async def soon_true(condition: Callable[[], Any], what: str) -> None:
+    """The same for a condition that is awaited."""
+    try:
+        async with asyncio.timeout(10):
+            while not await condition():
+                await asyncio.sleep(0.005)
+    except TimeoutError:
+        raise AssertionError(f"it did not come true: {what}") from None
+
+
+@asynccontextmanager
+async def gateway(
+    store_url: str,
+    urls: Mapping[str, str],
+    *,
+    blocks: Mapping[str, int] | None = None,
+    prefill_tokens: int = 16_384,
+    limits: UpstreamLimits | None = None,
+    counter: Counter | None = None,
+    queue_max: int = 100,
+    wait_ms: int = 20_000,
+    key: Key | None = None,
+    now: Callable[[], float] | None = None,
+) -> AsyncIterator[World]:
+    """`urls` and `blocks` (`num_gpu_blocks`, 1,001 by default) by replica; all replicas are of one pool, `short`."""
+    name = f"fleet-{next(_fleet_numbers)}"
+    facts: list[Event] = []
+    replicas = Replicas(urls, blocks or {}, prefill_tokens)
+    engines = WatchedEngines(_plan(name), replicas)  # type: ignore[arg-type]
+    clock = {} if now is None else {"now": now}
+    ledger = ValkeyLedger(store_url, name, engines.books_config, HoldLimits(2, 256, 1 << 26), facts.append, **clock)
+    upstream = AiohttpUpstream(limits or UpstreamLimits(LONG, LONG, LONG, LONG))
+    counter = counter or WordCounter()
+    calls = Calls()
+    proxy = Proxy(
+        Flow(counter, upstream),
+        Keyring((), key or anonymous("normal")),
+        {"demo": Fleet(name, engines, ledger)},
+        _settings(wait_ms, queue_max),
+        calls,
+        facts.append,
+        jitter=lambda: 1.0,
+    )
+    tasks = [asyncio.create_task(ledger.run()), asyncio.create_task(calls.watch_writes())]
+    try:
+        await soon(lambda: ledger.ready, "the gate is open")
+        facts.clear()
+        yield World(replicas, ledger, proxy, calls, facts, counter)
+    finally:
+        await ledger.close(2)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await upstream.close()
+
+
+def _plan(name: str) -> FleetPlan:
+    return FleetPlan(
+        name=name,
+        model="demo",
+        names=frozenset({"demo"}),
+        default_output_tokens=64,
+        max_output_tokens=None,
+        token_factor=1.0,
+        speculative_tokens=0,
+        share_prompt_of_n=False,
+        safe_fraction=1.0,
+        overtake_blocks=None,
+        pools=(("short", None),),
+        lanes={"short": ("short",)},
+        classes=(("normal", 0),),
+        lease_ms=LEASE_MS,
+        heartbeat_ms=HEARTBEAT_MS,
+    )
+
+
+def _settings(wait_ms: int, queue_max: int) -> EdgeSettings:
+    return EdgeSettings(
+        body_bytes_max=1 << 23,
+        body_seconds=LONG,
+        n_max=16,
+        overload_status=429,
+        show_replica=True,
+        upstream_api_key=None,
+        classes={"normal": ClassTerms(wait_ms, queue_max)},
+        default_class="normal",
+    )
+
+
+def outcomes(facts: Sequence[CallEnded]) -> dict[Outcome, int]:
+    return {outcome: sum(fact.outcome is outcome for fact in facts) for outcome in Outcome}

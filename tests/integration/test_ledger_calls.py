@@ -1,0 +1,401 @@
+"""One process, one real store: what a call is told, and what the store holds of it then."""
+
+import asyncio
+import contextlib
+import time
+
+import pytest
+
+from gateway.core.outcomes import Code, Refusal
+from gateway.ledger.api import Grant
+from tests.integration.ledger_world import eventually, running_store, world
+
+
+@pytest.fixture(scope="module")
+def path():
+    with running_store() as store:
+        yield str(store.socket)
+
+
+async def test_a_call_that_fits_is_granted_at_once(path):
+    async with world(path, 100) as w:
+        m = await w.join()
+        ask = m.open(60)
+        answer = await ask.granted()
+        assert isinstance(answer, Grant)
+        assert (answer.replica, answer.queued) == ("r0", False)
+        assert w.states() == {ask.id: "reserved"}
+        assert w.used() == 60
+        ask.settle(50, 60)
+        ask.settle(None, None)
+        await eventually(w.empty)
+        assert m.ledger.inflight == 0
+
+
+async def test_a_settle_wakes_the_next_in_line(path):
+    """Within much less than a heartbeat, which here never comes."""
+    async with world(path, 100, lease_ms=60_000, heartbeat_ms=10_000) as w:
+        first, second = await w.join(), w.add()
+        second.go_on()
+        await eventually(lambda: len(w.store.pubsub_channels(w.key("wake:*"))) == 2)
+        held = await first.reserve(100)
+        asks = [second.open(100), first.open(100)]
+        waits = [asyncio.create_task(ask.granted()) for ask in asks]
+        await eventually(lambda: sorted(w.states().values()) == ["queued", "queued", "reserved"])
+        running = held
+        while waits:
+            running.settle(None, None)
+            done, _ = await asyncio.wait(waits, timeout=2, return_when=asyncio.FIRST_COMPLETED)
+            assert len(done) == 1, "nobody was woken"
+            answer = done.pop().result()
+            assert isinstance(answer, Grant)
+            assert answer.queued
+            running = next(ask for ask in asks if ask.replica and ask is not running)
+            waits = [wait for wait in waits if not wait.done()]
+            await eventually(lambda: list(w.states().values()).count("reserved") == 1)
+        running.settle(None, None)
+        await eventually(w.empty)
+
+
+async def test_a_call_that_waited_too_long_is_told_so_and_forgotten(path):
+    async with world(path, 100) as w:
+        m = await w.join()
+        held = await m.reserve(100)
+        ask = m.open(10, wait_ms=80)
+        started = time.monotonic()
+        answer = await ask.granted()
+        waited_ms = (time.monotonic() - started) * 1000
+        assert isinstance(answer, Refusal)
+        assert answer.code is Code.QUEUE_TIMEOUT
+        assert "queue.seconds_max" in answer.message
+        assert "80 ms" in answer.message
+        assert answer.retry_ms
+        assert waited_ms >= 79
+        ask.settle(None, None)
+        await eventually(lambda: w.states() == {held.id: "reserved"})
+        assert not w.store.exists(w.key("deadlines"), w.key("queue"))
+        held.settle(None, None)
+        await eventually(w.empty)
+
+
+REFUSALS = [
+    ("never fits", {"blocks": 101}, Code.CONTEXT_LENGTH_EXCEEDED, ("101", "100"), False),
+    ("above the key's cap", {"blocks": 30, "blocks_max": 20}, Code.KEY_CAP_EXCEEDED, ("30", "blocks_max", "20"), False),
+    ("queue off", {"queue_max": 0}, Code.CAPACITY_EXCEEDED, ("10", "queue.depth_max is 0"), None),
+    ("queue full", {"queue_max": 1}, Code.QUEUE_FULL, ("1 requests", "queue.depth_max is 1"), None),
+    (
+        "calls of the key",
+        {"requests_max": 2, "queue_max": 0},
+        Code.QUOTA_EXCEEDED,
+        ("hold 3", "limits.requests_max is 2"),
+        None,
+    ),
+    (
+        "blocks of the key",
+        {"blocks_max": 105, "queue_max": 0},
+        Code.QUOTA_EXCEEDED,
+        ("hold 110", "limits.blocks_max is 105"),
+        None,
+    ),
+    ("no time", {"wait_ms": 0}, Code.QUEUE_TIMEOUT, ("0 ms",), None),
+]
+
+
+@pytest.mark.parametrize(("change", "code", "words", "again"), [r[1:] for r in REFUSALS], ids=[r[0] for r in REFUSALS])
+async def test_a_refusal_names_knob_measure_and_limit(path, change, code, words, again):
+    """One call fills the replica with two of the key's calls, and one of another key waits in the lane."""
+    async with world(path, 100) as w:
+        m = await w.join()
+        held = [await m.reserve(50), await m.reserve(50)]
+        waiter = m.open(50, key="other")
+        waiting = asyncio.create_task(waiter.granted())
+        await eventually(lambda: "queued" in w.states().values())
+        ask = m.open(**change)
+        answer = await ask.granted()
+        assert isinstance(answer, Refusal)
+        assert answer.code is code
+        for word in words:
+            assert word in answer.message
+        assert answer.should_retry is again
+        assert (answer.retry_ms is None) == (again is False)
+        for each in (ask, waiter, *held):
+            each.settle(None, None)
+        assert (await waiting).code is Code.DRAINING
+        await eventually(w.empty)
+        assert m.ledger.inflight == 0
+
+
+async def test_no_replica_that_is_up_is_no_backend_and_its_return_is_heard(path):
+    async with world(path, 100) as w:
+        m = await w.join()
+        await m.ledger.observe("r0", False)
+        await eventually(lambda: w.rows("replicas", "replica")["r0"]["state"] == "down")
+        answer = await m.open(10).granted()
+        assert answer.code is Code.NO_BACKEND
+        assert answer.retry_ms
+        await m.ledger.observe("r0", True)
+        await eventually(lambda: w.rows("replicas", "replica")["r0"]["state"] == "up")
+        (await m.reserve(10)).settle(None, None)
+        await eventually(w.empty)
+
+
+async def test_a_new_limit_reaches_the_store(path):
+    async with world(path, 100) as w:
+        m = await w.join()
+        w.config = type(w.config)(**{**_fields(w.config), "replicas": (_limited(w.config.replicas[0], 40),)})
+        m.ledger.reconfigure()
+        await eventually(lambda: w.rows("replicas", "replica")["r0"]["limit"] == 40)
+
+
+async def test_a_key_at_its_cap_waits_for_its_own_release(path):
+    async with world(path, 100) as w:
+        m = await w.join()
+        held = await m.reserve(10, requests_max=1)
+        ask = m.open(10, requests_max=1)
+        waiting = asyncio.create_task(ask.granted())
+        await eventually(lambda: w.store.exists(w.key("parked")))
+        (await m.reserve(10, key="other")).settle(None, None)
+        assert not waiting.done()
+        held.settle(None, None)
+        assert isinstance(await waiting, Grant)
+        ask.settle(None, None)
+        await eventually(w.empty)
+
+
+async def test_a_move_goes_elsewhere_and_is_paid_once(path):
+    async with world(path, 100, 100) as w:
+        m = await w.join()
+        ask = m.open(60)
+        first = await ask.granted()
+        second = await ask.moved(first.replica)
+        assert {first.replica, second.replica} == {"r0", "r1"}
+        assert w.calls()[ask.id]["exclude"] == [first.replica]
+        await eventually(lambda: w.states() == {ask.id: "reserved"})
+        ask.settle(None, None)
+        await eventually(w.empty)
+        assert m.healed() == {}
+
+
+@pytest.mark.parametrize("wait_ms", [0, 5000])
+async def test_a_move_needs_no_time_in_the_queue(path, wait_ms):
+    """With the queue off, too, the other replica is tried."""
+    async with world(path, 100, 100) as w:
+        m = await w.join()
+        ask = m.open(60, wait_ms=wait_ms, queue_max=0)
+        first = await ask.granted()
+        second = await ask.moved(first.replica)
+        assert isinstance(second, Grant)
+        assert second.replica != first.replica
+        ask.settle(None, None)
+        await eventually(w.empty)
+
+
+async def test_a_move_without_a_place_elsewhere_ends_with_the_time_to_wait(path):
+    async with world(path, 100) as w:
+        m = await w.join()
+        ask = m.open(60, wait_ms=100)
+        first = await ask.granted()
+        assert (await ask.moved(first.replica)).code is Code.QUEUE_TIMEOUT
+        ask.settle(None, None)
+        await eventually(w.empty)
+
+
+async def test_the_first_token_gives_the_prefill_share_back(path):
+    async with world(path, 100) as w:
+        m = await w.join()
+        first = await m.reserve(10, prefill=800)
+        second = m.open(10, prefill=800)
+        waiting = asyncio.create_task(second.granted())
+        await eventually(lambda: w.states().get(second.id) == "queued")
+        first.first_token()
+        first.first_token()
+        assert isinstance(await waiting, Grant)
+        assert w.rows("replicas", "replica")["r0"]["prefill"] == 800
+        first.settle(None, None)
+        second.settle(None, None)
+        await eventually(w.empty)
+        assert w.rows("replicas", "replica")["r0"]["prefill"] == 0
+
+
+async def test_a_full_queue_is_remembered_for_a_moment(path):
+    clock = [100.0]
+    async with world(path, 100) as w:
+        m = w.add(now=lambda: clock[0])
+        clock_goes_on = asyncio.create_task(_run_clock(clock))
+        m.go_on()
+        await eventually(lambda: m.ledger.ready)
+        clock_goes_on.cancel()
+        held = await m.reserve(100)
+        asked = time.monotonic()
+        assert (await m.open(10, queue_max=0, wait_ms=0).granted()).code is Code.CAPACITY_EXCEEDED
+        assert m.ledger.known_refusal(["a"], "normal") is None, "only a full queue is remembered"
+        waiter = m.open(10, queue_max=1)
+        waiting = asyncio.create_task(waiter.granted())
+        await eventually(lambda: w.states().get(waiter.id) == "queued")
+        assert (await m.open(10, queue_max=1).granted()).code is Code.QUEUE_FULL
+        known = m.ledger.known_refusal(["a"], "normal")
+        assert known.code is Code.QUEUE_FULL
+        assert known.cached
+        assert m.ledger.known_refusal(["a", "b"], "normal") is None
+        assert m.ledger.known_refusal(["a"], "high") is None
+        assert m.ledger.known_refusal([], "normal") is None
+        clock[0] += 0.011
+        assert m.ledger.known_refusal(["a"], "normal") is None, "one call in 10 ms goes through"
+        assert m.ledger.known_refusal(["a"], "normal") == known
+        clock[0] += 0.05
+        assert m.ledger.known_refusal(["a"], "normal") is None, "50 ms are over"
+        assert (await m.open(10, queue_max=1).granted()).code is Code.QUEUE_FULL
+        waiter.settle(None, None)
+        assert m.ledger.known_refusal(["a"], "normal") is None, "something was given back"
+        held.settle(None, None)
+        await waiting
+        assert time.monotonic() - asked < 30
+        await eventually(w.empty)
+
+
+async def _run_clock(clock):
+    while True:
+        await asyncio.sleep(0.01)
+        clock[0] += 0.01
+
+
+async def test_two_fleets_in_one_store_do_not_see_each_other(path):
+    async with world(path, 100) as one, world(path, 100) as other:
+        here, there = await one.join(), await other.join()
+        a, b = await here.reserve(100), await there.reserve(100)
+        assert list(one.states()) == [a.id]
+        assert list(other.states()) == [b.id]
+        assert (await here.ledger.state())["reserved"] == 100
+        a.settle(None, None)
+        await eventually(one.empty)
+        assert other.used() == 100
+        b.settle(None, None)
+        await eventually(other.empty)
+
+
+async def test_of_two_processes_racing_for_the_last_places_exactly_as_many_win(path):
+    async with world(path, 100) as w:
+        members = [await w.join(), await w.join()]
+        for _ in range(50):
+            asks = [members[i % 2].open(10, queue_max=0) for i in range(64)]
+            answers = await asyncio.gather(*(ask.granted() for ask in asks))
+            assert sum(isinstance(answer, Grant) for answer in answers) == 10
+            assert {a.code for a in answers if isinstance(a, Refusal)} == {Code.CAPACITY_EXCEEDED}
+            assert w.used() == 100
+            w.check()
+            for ask in asks:
+                ask.settle(None, None)
+            await eventually(w.empty)
+        assert [m.healed() for m in members] == [{}, {}]
+
+
+async def test_a_process_needs_two_connections_however_many_calls_it_has(path):
+    async with world(path, 100_000) as w:
+        before = len(w.store.client_list())
+        m = await w.join()
+        asks = [m.open(10) for _ in range(1000)]
+        answers = await asyncio.gather(*(ask.granted() for ask in asks))
+        assert all(isinstance(answer, Grant) for answer in answers)
+        assert len(w.store.client_list()) - before <= 2
+        for ask in asks:
+            ask.settle(None, None)
+        await eventually(w.empty)
+
+
+async def test_close_returns_when_the_store_lists_nothing_of_the_process(path):
+    async with world(path, 100) as w:
+        m, other = await w.join(), await w.join()
+        stays = await other.reserve(10)
+        asks = [await m.reserve(10) for _ in range(9)]
+        waiting = [asyncio.create_task(m.open(10).granted()) for _ in range(100)]
+        await eventually(lambda: list(w.states().values()).count("queued") == 100)
+        late = [asyncio.create_task(m.open(10).granted()) for _ in range(10)]
+        await asyncio.sleep(0)
+        await m.ledger.close(5)
+        assert w.states() == {stays.id: "reserved"}
+        assert m.ledger.inflight == 0
+        assert {(await each).code for each in waiting + late} == {Code.DRAINING}
+        assert (await m.open(10).granted()).code is Code.DRAINING
+        for ask in asks:
+            ask.settle(None, None)
+        stays.settle(None, None)
+        await eventually(w.empty)
+
+
+async def test_close_finds_what_the_process_does_not_know_of(path):
+    """The list of the store decides, not the memory of the process."""
+    async with world(path, 100) as w:
+        m = await w.join()
+        ask = await m.reserve(10)
+        m.ledger._asks.clear()
+        await m.ledger.close(5)
+        assert w.empty(), ask.id
+
+
+async def test_close_gives_up_on_a_store_that_is_away(path):
+    async with world(path, 100) as w:
+        m = await w.join()
+        ask = await m.reserve(10)
+        await m.stop()
+        started = time.monotonic()
+        await m.ledger.close(0.1)
+        assert 0.1 <= time.monotonic() - started < 2
+        m.go_on()
+        await eventually(w.empty)
+        assert ask.id not in w.states()
+
+
+async def test_a_failure_of_our_own_is_told_and_everything_starts_anew(path, caplog, monkeypatch):
+    async with world(path, 100) as w:
+        m = await w.join()
+        ask = await m.reserve(10)
+        real, failures = m.ledger.digest, iter([1, 2])
+
+        def digest():
+            if next(failures, None):
+                raise ZeroDivisionError("planted")
+            return real()
+
+        monkeypatch.setattr(m.ledger, "digest", digest)
+        await eventually(lambda: next(failures, None) is None)
+        await eventually(lambda: m.ledger.ready)
+        assert "ZeroDivisionError: planted" in caplog.text
+        assert w.states() == {ask.id: "reserved"}
+        ask.settle(None, None)
+        await eventually(w.empty)
+
+
+async def test_a_result_that_cannot_be_taken_harms_no_other_call(path, caplog, monkeypatch):
+    async with world(path, 100) as w:
+        m = await w.join()
+        asks = [m.open(10) for _ in range(3)]
+
+        take = type(asks[0])._take_answer
+
+        def fail_for_the_first(ask, result):
+            if ask is asks[0]:
+                raise ZeroDivisionError("planted")
+            take(ask, result)
+
+        monkeypatch.setattr(type(asks[0]), "_take_answer", fail_for_the_first)
+        tasks = [asyncio.create_task(ask.granted()) for ask in asks]
+        await asyncio.wait(tasks[1:], timeout=3)
+        assert [isinstance(task.result(), Grant) for task in tasks[1:]] == [True, True]
+        assert "planted" in caplog.text
+        tasks[0].cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await tasks[0]
+        for ask in asks:
+            ask.settle(None, None)
+        await m.ledger.close(3)
+        assert w.empty()
+
+
+def _fields(record):
+    return {name: getattr(record, name) for name in record.__slots__}
+
+
+def _limited(replica, limit):
+    return type(replica)(**{**_fields(replica), "limit": limit})
+
+

@@ -1,0 +1,204 @@
+"""What routing and the ledger are told of a fleet: configuration and discovery put together."""
+
+from typing import Any, cast
+
+import httpx
+import pytest
+
+from gateway.core.books import ReplicaConfig
+from gateway.core.route import PoolShape
+from gateway.upstream.engines import FleetPlan, WatchedEngines, blocks_limit
+from gateway.upstream.fleet import FleetWatch, ReplicaShape, ReplicaSpec, ReplicaState
+
+
+class Watch:
+    """The part of a `FleetWatch` that is used here, its states set by hand."""
+
+    def __init__(self, *places: tuple[str, str]) -> None:
+        self.now = {name: state(name, pool, up=False, shape=None) for name, pool in places}
+        self.failures: list[tuple[str, bool]] = []
+
+    def set(self, name: str, up: bool = True, **numbers: int) -> None:
+        pool = self.now[name].spec.pool
+        self.now[name] = state(name, pool, up, shape_of(name, pool, **numbers))
+
+    def states(self) -> list[ReplicaState]:
+        return list(self.now.values())
+
+    def is_up(self, name: str) -> bool:
+        return self.now[name].up
+
+    def report_failure(self, name: str, connecting: bool) -> None:
+        self.failures.append((name, connecting))
+
+
+def state(name: str, pool: str, up: bool, shape: ReplicaShape | None) -> ReplicaState:
+    return ReplicaState(ReplicaSpec(pool, name, f"http://{name}:8000"), shape, up, "" if up else "away")
+
+
+def shape_of(name: str, pool: str, **numbers: int) -> ReplicaShape:
+    known = {
+        "num_gpu_blocks": 1001,
+        "block_size": 16,
+        "max_model_len": 8192,
+        "max_num_seqs": 256,
+        "prefill_tokens": 16384,
+    }
+    return ReplicaShape(name=name, pool=pool, url=f"http://{name}:8000", **(known | numbers))
+
+
+def plan(**changes: Any) -> FleetPlan:
+    fields: dict[str, Any] = {
+        "name": "demo",
+        "model": "big/demo",
+        "names": frozenset({"big/demo", "demo"}),
+        "default_output_tokens": 1024,
+        "max_output_tokens": None,
+        "token_factor": 1.5,
+        "speculative_tokens": 3,
+        "share_prompt_of_n": True,
+        "safe_fraction": 0.95,
+        "overtake_blocks": None,
+        "pools": (("short", 4096), ("long", None)),
+        "lanes": {"short": ("short", "long"), "long": ("long",)},
+        "classes": (("normal", 200), ("low", 100)),
+        "lease_ms": 6000,
+        "heartbeat_ms": 1000,
+    }
+    return FleetPlan(**(fields | changes))
+
+
+@pytest.fixture
+def watch() -> Watch:
+    return Watch(("a", "short"), ("b", "short"), ("c", "long"))
+
+
+def engines(watch: Watch, **changes: Any) -> WatchedEngines:
+    return WatchedEngines(plan(**changes), cast(FleetWatch, watch))
+
+
+# -- limits --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("num_gpu_blocks", "safe_fraction", "limit"),
+    [
+        (256, 1.0, 255),  # one block is the engine's null block
+        (1001, 0.95, 950),
+        (1000, 0.95, 949),  # 949.05
+        (101, 0.29, 29),  # 100 x 0.29 is 28.999999999999996 in floating point
+        (11, 0.7, 7),
+        (1, 1.0, 0),
+        (2, 0.5, 0),
+    ],
+)
+def test_the_limit_is_exact(num_gpu_blocks: int, safe_fraction: float, limit: int) -> None:
+    assert blocks_limit(num_gpu_blocks, safe_fraction) == limit
+
+
+# -- what the ledger is told ---------------------------------------------------------------------------------------
+
+
+def test_the_ledger_gets_limits_of_what_answers_and_nothing_of_the_rest(watch: Watch) -> None:
+    watch.set("a", num_gpu_blocks=1001, max_num_seqs=8, prefill_tokens=100)
+    watch.set("b", up=False)
+    config = engines(watch).books_config()
+    assert config.replicas == (
+        ReplicaConfig("a", "short", limit=950, usable=1000, sequences_max=8, prefill_max=100),
+        ReplicaConfig("b", "short"),
+        ReplicaConfig("c", "long"),
+    )
+    assert config.replicas[1].limit == -1, "what the store has of a silent replica is kept"
+
+
+def test_lanes_classes_and_times_go_to_the_ledger_as_planned(watch: Watch) -> None:
+    config = engines(watch).books_config()
+    assert config.lanes == (("short", ("short", "long")), ("long", ("long",)))
+    assert config.classes == (("normal", 200), ("low", 100))
+    assert (config.lease_ms, config.heartbeat_ms) == (6000, 1000)
+
+
+def test_what_may_overtake_is_one_replicas_limit_unless_configured(watch: Watch) -> None:
+    watch.set("a", num_gpu_blocks=1001)
+    watch.set("c", num_gpu_blocks=4001)
+    assert engines(watch).books_config().overtake_blocks == 3800
+    assert engines(watch, overtake_blocks=7).books_config().overtake_blocks == 7
+    assert engines(watch, overtake_blocks=0).books_config().overtake_blocks == 0
+
+
+# -- what routing is told ------------------------------------------------------------------------------------------
+
+
+def test_a_pool_promises_what_each_of_its_replicas_can_do_and_the_blocks_of_its_largest(watch: Watch) -> None:
+    watch.set("a", num_gpu_blocks=1001, max_model_len=8192, max_num_seqs=8, block_size=32)
+    watch.set("b", num_gpu_blocks=2001, max_model_len=4096, max_num_seqs=4, block_size=16)
+    short = PoolShape("short", 4096, max_model_len=4096, block_size=16, usable_max=2000, sequences_max=8)
+    assert engines(watch).shape().pools == (short,)
+
+
+def test_the_plan_is_in_the_shape(watch: Watch) -> None:
+    shape = engines(watch, max_output_tokens=99).shape()
+    assert (shape.name, shape.model, shape.names) == ("demo", "big/demo", frozenset({"big/demo", "demo"}))
+    assert (shape.default_output_tokens, shape.max_output_tokens) == (1024, 99)
+    assert (shape.token_factor, shape.speculative_tokens, shape.share_prompt_of_n) == (1.5, 3, True)
+    assert shape.lanes == {"short": ("short", "long"), "long": ("long",)}
+    assert shape.pools == (), "no replica has answered yet"
+
+
+def test_a_replica_that_went_down_still_says_what_can_ever_fit(watch: Watch) -> None:
+    """Such a call gets 503 and may come back, not 400."""
+    watch.set("c", up=False, num_gpu_blocks=4001)
+    assert [pool.name for pool in engines(watch).shape().pools] == ["long"]
+
+
+def test_the_shape_is_kept_until_a_replica_changes(watch: Watch) -> None:
+    watch.set("a")
+    made = engines(watch)
+    first = made.shape()
+    watch.set("a", num_gpu_blocks=5001)
+    assert made.shape() is first
+    made.changed()
+    assert made.shape().pools[0].usable_max == 5000
+
+
+# -- single replicas -----------------------------------------------------------------------------------------------
+
+
+def test_where_a_replica_is(watch: Watch) -> None:
+    made = engines(watch)
+    assert (made.url("c"), made.pool("c")) == ("http://c:8000", "long")
+
+
+def test_another_replica_is_one_of_the_lane_that_is_up_and_was_not_tried(watch: Watch) -> None:
+    made = engines(watch)
+    watch.set("a")
+    assert not made.others_up("short", ["a"])
+    watch.set("b", up=False)
+    assert not made.others_up("short", ["a"])
+    watch.set("c")
+    assert made.others_up("short", ["a"])
+    assert not made.others_up("long", ["c"])
+    assert made.others_up("long", [])
+
+
+def test_failures_go_to_the_watch(watch: Watch) -> None:
+    engines(watch).report_failure("a", connecting=True)
+    assert watch.failures == [("a", True)]
+
+
+async def test_the_real_watch_knows_its_replicas_before_they_answer() -> None:
+    """Pools and addresses come from the configuration, so a call that is granted in the first moment finds them."""
+
+    async def nothing_changes(names: frozenset[str]) -> None:
+        raise AssertionError(names)
+
+    watch = FleetWatch(
+        [ReplicaSpec("short", "a", "http://127.0.0.1:1")],
+        frozenset({"demo"}),
+        nothing_changes,
+        client=httpx.AsyncClient(trust_env=False),
+    )
+    made = WatchedEngines(plan(pools=(("short", None),), lanes={"short": ("short",)}), watch)
+    assert (made.url("a"), made.pool("a"), made.others_up("short", [])) == ("http://127.0.0.1:1", "short", False)
+    assert made.books_config().replicas == (ReplicaConfig("a", "short"),)
+    await watch.close()

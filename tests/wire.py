@@ -1,0 +1,153 @@
+"""A client on bare sockets: it sends exactly what it is told and leaves whenever it wants, by FIN or by RST."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import struct
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+ANSWER_SECONDS = 30.0
+POLL_SECONDS = 0.01
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def code(self) -> str:
+        """The code of an error envelope."""
+        return str(self.json()["error"]["code"])
+
+
+class Wire:
+    """One connection; calls on it one after the other."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._headers: dict[str, str] = {}
+        self._unread = b""
+        self._body_over = False
+
+    @classmethod
+    async def open(cls, url: str) -> "Wire":
+        parts = urlsplit(url)
+        return cls(*await asyncio.open_connection(parts.hostname, parts.port, limit=1 << 24))
+
+    async def send(self, request: bytes) -> None:
+        self._writer.write(request)
+        await self._writer.drain()
+
+    async def ask(self, request: bytes) -> Answer:
+        """Send, and the whole answer."""
+        await self.send(request)
+        return await self.answer()
+
+    async def head(self) -> tuple[int, dict[str, str]]:
+        """Status and headers of the next answer, nothing of its body."""
+        async with asyncio.timeout(ANSWER_SECONDS):
+            raw = await self._reader.readuntil(b"\r\n\r\n")
+        first, *lines = raw.decode("latin-1").split("\r\n")
+        fields = (line.partition(":") for line in lines if line)
+        self._headers = {name.lower(): value.strip() for name, _, value in fields}
+        self._unread, self._body_over = b"", False
+        return int(first.split(" ")[1]), self._headers
+
+    async def answer(self) -> Answer:
+        status, headers = await self.head()
+        parts = [part async for part in self._parts()]
+        return Answer(status, headers, b"".join(parts))
+
+    async def event(self) -> bytes | None:
+        """The next server-sent event without its end; None when the body is over.  After `head`."""
+        while b"\n\n" not in self._unread:
+            part = await self._part()
+            if part is None:
+                return None
+            self._unread += part
+        event, _, self._unread = self._unread.partition(b"\n\n")
+        return event
+
+    async def events(self) -> list[bytes]:
+        """All that are left."""
+        found = []
+        while (event := await self.event()) is not None:
+            found.append(event)
+        return found
+
+    def close(self) -> None:
+        """Leave in good order: FIN."""
+        self._writer.close()
+
+    def reset(self) -> None:
+        """Leave at once: RST, whatever was not read is dropped."""
+        linger = struct.pack("ii", 1, 0)
+        self._writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        self._writer.transport.abort()
+
+    async def _parts(self) -> AsyncIterator[bytes]:
+        while (part := await self._part()) is not None:
+            yield part
+
+    async def _part(self) -> bytes | None:
+        """A chunk of the body, or all of one with a length."""
+        if self._body_over:
+            return None
+        async with asyncio.timeout(ANSWER_SECONDS):
+            if self._headers.get("transfer-encoding") != "chunked":
+                self._body_over = True
+                return await self._reader.readexactly(int(self._headers.get("content-length", "0")))
+            size = int(await self._reader.readuntil(b"\r\n"), 16)
+            chunk = await self._reader.readexactly(size + 2)
+        self._body_over = size == 0
+        return None if self._body_over else chunk[:-2]
+
+
+def post(key: str, body: dict[str, Any] | bytes, path: str = "/v1/completions") -> bytes:
+    """A whole POST request."""
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    head = (
+        f"POST {path} HTTP/1.1\r\nhost: kvgate\r\nauthorization: Bearer {key}\r\n"
+        f"content-type: application/json\r\ncontent-length: {len(raw)}\r\n\r\n"
+    )
+    return head.encode() + raw
+
+
+def completion(prompt_tokens: int, max_tokens: int, stream: bool = False, **script: Any) -> dict[str, Any]:
+    """A body whose prompt counts exactly; `script` is the mock engine's (see `gateway/mock/faults.py`)."""
+    body: dict[str, Any] = {"model": "demo", "prompt": [7] * prompt_tokens, "max_tokens": max_tokens}
+    return body | ({"stream": True} if stream else {}) | ({"mock": script} if script else {})
+
+
+def blocks_of(prompt_tokens: int, max_tokens: int, block_size: int = 16) -> int:
+    """What one sequence holds at most: the last token's KV is never written."""
+    return -(-(prompt_tokens + max_tokens - 1) // block_size)
+
+
+async def ask(url: str, request: bytes) -> Answer:
+    """One call on a connection of its own."""
+    wire = await Wire.open(url)
+    try:
+        return await wire.ask(request)
+    finally:
+        wire.close()
+
+
+async def soon(condition: Callable[[], Any], what: str, seconds: float) -> Any:
+    """The first true value of the condition; fails the test when there is none in time."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            while not (value := await asyncio.to_thread(condition)):
+                await asyncio.sleep(POLL_SECONDS)
+            return value
+    raise AssertionError(f"not within {seconds} s: {what}")
