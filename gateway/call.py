@@ -105,6 +105,11 @@ class Call:
 class Relay(Receiver, Protocol):
     """Takes one engine's answer and passes it on."""
 
+    @property
+    def complete(self) -> bool:
+        """The answer has said that it is over: what the connection does from then on is no failure of the call."""
+        ...
+
     async def finish(self) -> None:
         """The engine's answer is complete: pass the rest on.  Raises UpstreamFailed where it proves a failure."""
         ...

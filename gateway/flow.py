@@ -12,7 +12,7 @@ import math
 import time
 from functools import partial
 
-from gateway.call import Call, Client
+from gateway.call import Call, Client, Relay
 from gateway.core.blocks import used_blocks
 from gateway.core.estimate import Demand, prompt_tokens, token_bounds
 from gateway.core.lifecycle import Action, Event, Step
@@ -103,8 +103,7 @@ class Flow:
         request = UpstreamRequest(url, call.request.endpoint, call.headers, forward(call.request, demand.output_tokens))
         prefill_over = self._end_prefill_later(call, demand, grant, reservation)
         try:
-            await self._upstream.exchange(request, relay)
-            await relay.finish()
+            await self._exchange(request, relay)
         except UpstreamFailed as failed:
             return _failed(call, demand, grant, failed)
         finally:
@@ -112,6 +111,15 @@ class Flow:
                 prefill_over.cancel()
         call.advance(Event.ENDED)
         return None
+
+    async def _exchange(self, request: UpstreamRequest, relay: Relay) -> None:
+        """One engine's whole answer.  Raises UpstreamFailed."""
+        try:
+            await self._upstream.exchange(request, relay)
+        except UpstreamFailed:
+            if not relay.complete:
+                raise
+        await relay.finish()
 
     def _first_token(self, call: Call, demand: Demand, grant: Grant, reservation: Reservation) -> None:
         """The engine has computed the prompt: its share of the prefill budget is free."""

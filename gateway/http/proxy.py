@@ -5,11 +5,12 @@ that a leaving client needs.
 """
 
 import asyncio
+import contextlib
 import logging
 import random
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -106,6 +107,7 @@ class _Visit:
     send: Send
     began: float
     key: Key | None = None
+    reported: bool = False
 
 
 class Proxy:
@@ -136,12 +138,17 @@ class Proxy:
         try:
             await self._visit(visit, scope, receive, headers)
         except ClientLeft:
-            self._report_early(visit, None, Outcome.CANCELLED, Code.CLIENT_DISCONNECT, 499)
+            return
         except AnswerCutOff:
             raise
         except Exception:
+            if visit.reported:
+                raise
             log.exception("internal error", extra={"request_id": visit.request_id})
             await self._refuse_early(visit, Refusal(Code.INTERNAL_ERROR, ""), close=True)
+        finally:
+            if not visit.reported:
+                self._report_early(visit, None, Outcome.CANCELLED, Code.CLIENT_DISCONNECT, 499)
 
     async def _visit(self, visit: _Visit, scope: Scope, receive: Receive, headers: Mapping[bytes, bytes]) -> None:
         refusal = self._refuse_unread(visit, scope, headers)
@@ -218,7 +225,7 @@ class Proxy:
 
     async def _refuse_early(self, visit: _Visit, refusal: Refusal, close: bool) -> None:
         answer = self._answer(refusal)
-        await send_answer(visit.send, answer, visit.request_id, close)
+        await _last_write(send_answer(visit.send, answer, visit.request_id, close))
         self._report_early(visit, refusal, Outcome.REFUSED, refusal.code, answer.status)
 
     def _answer(self, refusal: Refusal) -> Answer:
@@ -273,13 +280,12 @@ class Proxy:
     async def refuse(self, visit: _Visit, call: Call, refusal: Refusal) -> None:
         answer = self._answer(refusal)
         call.status = answer.status
-        call.writing_since = time.monotonic()
-        await send_answer(visit.send, answer, call.request_id, close=False)
-        call.writing_since = None
+        await _last_write(send_answer(visit.send, answer, call.request_id, close=False))
 
     # -- the report ----------------------------------------------------------------------------------------------
 
     def _report(self, visit: _Visit, call: Call) -> None:
+        visit.reported = True
         demand, grant, now = call.demand, call.grant, time.monotonic()
         refused_at_once = call.outcome is Outcome.REFUSED and call.reason is not Code.QUEUE_TIMEOUT
         used = unshared_blocks_used(call, demand) if demand else None
@@ -310,6 +316,7 @@ class Proxy:
         self, visit: _Visit, refusal: Refusal | None, outcome: Outcome, reason: Code, status: int
     ) -> None:
         """A visit that never became a call."""
+        visit.reported = True
         milliseconds = (time.monotonic() - visit.began) * 1000
         self._observer(
             CallEnded(
@@ -355,9 +362,14 @@ class _HttpClient:
         if self._relay is None or not self._relay.streams:
             raise AnswerCutOff
         last: dict[str, Any] = {"type": "http.response.body", "body": self._relay.relayable_failure or error_event(refusal)}
-        call.writing_since = time.monotonic()
-        await self._visit.send(last)
-        call.writing_since = None
+        await _last_write(self._visit.send(last))
+
+
+async def _last_write(write: Awaitable[None]) -> None:
+    """What ends an answer.  Nothing is held any more that a client could keep by not reading it, but its task is."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(CLIENT_STALL_SECONDS):
+            await write
 
 
 async def _watch(receive: Receive, call: Call) -> None:

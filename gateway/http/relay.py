@@ -4,6 +4,7 @@ Nothing is written before the first data event of a stream, or the end of any ot
 failure as success, and while nothing was forwarded the call can be tried elsewhere.
 """
 
+import re
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
@@ -20,6 +21,8 @@ ANSWER_BYTES_MAX = 8 * 1024 * 1024
 """Of an answer that is no stream, held until its end to be judged; a longer one is passed on unjudged."""
 COMMENT_BYTES_MAX = 64 * 1024
 """Comments before the first data event are held too; what exceeds this is dropped."""
+_ERROR_MEMBER = re.compile(rb'"error"\s*:')
+"""Old engines write `{"object": "error", ...}`, which an OpenAI SDK takes for a part of the answer."""
 
 
 class AnswerCutOff(Exception):
@@ -48,9 +51,15 @@ class AnswerRelay:
         return self._stream is None or self._stream.started
 
     @property
+    def complete(self) -> bool:
+        """The stream has ended for the client, whatever the connection does afterwards."""
+        return self._stream is not None and self._stream.done and self._stream.failure is None
+
+    @property
     def relayable_failure(self) -> bytes:
-        """The engine's own error event, for a stream that it ended with one."""
-        return self._stream.relayable_failure if self._stream else b""
+        """The engine's own error event, for a stream that it ended with one in the form that clients look for."""
+        failure = self._stream.relayable_failure if self._stream else b""
+        return failure if _ERROR_MEMBER.search(failure) else b""
 
     @property
     def streams(self) -> bool:

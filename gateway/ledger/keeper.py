@@ -27,7 +27,7 @@ GATE_SECONDS = 0.25
 """Between questions whether the gate is open."""
 PAGE_SIZE = 500
 LOG_SECONDS = 10.0
-"""An outage is logged once in this time."""
+"""A reason of an outage is logged once in this time."""
 
 
 class Keeper:
@@ -67,7 +67,7 @@ class Keeper:
         self._away_since: float | None = self._now()
         self._failures = 0
         self._beat_at = 0.0
-        self._logged_at = -LOG_SECONDS
+        self._logged, self._logged_at = "", 0.0
 
     @property
     def ready(self) -> bool:
@@ -96,9 +96,9 @@ class Keeper:
         self.wake()
 
     async def drain(self) -> None:
-        """Return once nothing is to be sent and the store lists nothing of ours."""
+        """Return once every call of ours was answered its settle and the store lists nothing of ours."""
         self._listed = 1
-        while self._listed or self._ledger.channel.busy or self._ledger.holding:
+        while self._listed or self._ledger.holding:
             self._differs = True
             self.wake()
             await self._idle.wait()
@@ -113,9 +113,9 @@ class Keeper:
                 await self._serve()
             except StoreAway as away:
                 self._note_away(str(away))
-            except Exception:
+            except Exception as failure:
                 self._differs = True
-                self._note_away("an internal error", with_traceback=True)
+                self._note_away(f"an internal error, {failure!r}", with_traceback=True)
             finally:
                 self._sent_at = None
                 await self._connection.close()
@@ -298,6 +298,6 @@ class Keeper:
         if self._away_since is None:
             self._away_since = now
             self._observer(StoreUp(False))
-        if now - self._logged_at >= LOG_SECONDS:
-            self._logged_at = now
+        if why != self._logged or now - self._logged_at >= LOG_SECONDS:
+            self._logged, self._logged_at = why, now
             log.error("the store of fleet %s is away: %s", self._ledger.fleet, why, exc_info=with_traceback)

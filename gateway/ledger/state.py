@@ -47,14 +47,30 @@ async def _read(client: redis.asyncio.Redis, fleet: str, name: str) -> dict[str,
 async def read_state(url: str, fleet: str) -> dict[str, Any]:
     """Replicas by pool, number of reservations, waiting calls by lane and class, and what each key holds.
 
-    Raises StoreAway.
+    The ledger keeps these sums, so no call is read one by one.  Raises StoreAway.
     """
     async with _reader(url) as client:
-        replicas = {
-            n: decode_record("replica", v) for n, v in (await _read(client, fleet, "replicas")).items()
-        }
-        calls = [decode_record("call", v) for v in (await _read(client, fleet, "calls")).values()]
-        keys = {n: decode_record("key", v) for n, v in (await _read(client, fleet, "keys")).items()}
+        replicas = _records("replica", await _read(client, fleet, "replicas"))
+        keys = _records("key", await _read(client, fleet, "keys"))
+        meta = await _read(client, fleet, "meta")
+        calls = await client.hlen(fleet_keys(fleet)[KEY_NAMES.index("calls")])
+    queued = _queued(meta)
+    waiting = sum(sum(classes.values()) for classes in queued.values())
+    return {
+        "pools": _pools(replicas),
+        "reserved": sum(row["used"] for row in replicas.values()),
+        "leases": calls - waiting,
+        "queue": waiting,
+        "queued": queued,
+        "keys": {n: {"blocks": k["blocks"], "requests": k["calls"]} for n, k in sorted(keys.items())},
+    }
+
+
+def _records(kind: str, rows: dict[str, bytes]) -> dict[str, dict[str, Any]]:
+    return {name: decode_record(kind, packed) for name, packed in rows.items()}
+
+
+def _pools(replicas: dict[str, dict[str, Any]]) -> dict[str, Any]:
     pools: dict[str, Any] = {}
     for name, row in sorted(replicas.items()):
         pool = pools.setdefault(row["pool"], {"replicas": {}})
@@ -65,16 +81,17 @@ async def read_state(url: str, fleet: str) -> dict[str, Any]:
             "prefill_tokens": row["prefill"],
             "state": row["state"],
         }
-    queue: dict[str, dict[str, int]] = {}
-    for call in calls:
-        if call["state"] == "queued":
-            lane = queue.setdefault(call["lane"], {})
-            lane[call["class"]] = lane.get(call["class"], 0) + 1
-    return {
-        "pools": pools,
-        "reserved": sum(row["used"] for row in replicas.values()),
-        "leases": sum(1 for call in calls if call["state"] != "queued"),
-        "queued": sum(1 for call in calls if call["state"] == "queued"),
-        "queue": queue,
-        "keys": {n: {"blocks": k["blocks"], "requests": k["calls"]} for n, k in sorted(keys.items())},
-    }
+    return pools
+
+
+def _queued(meta: dict[str, bytes]) -> dict[str, dict[str, int]]:
+    """Waiting calls by lane and class, from the `line` records."""
+    queued: dict[str, dict[str, int]] = {}
+    for name, packed in meta.items():
+        kind, _, line = name.partition(":")
+        if kind != "line":
+            continue
+        lane, class_ = line.split(":")
+        if waiting := decode_record("line", packed)["waiting"]:
+            queued.setdefault(lane, {})[class_] = waiting
+    return queued

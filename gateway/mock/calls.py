@@ -62,8 +62,11 @@ class Call:
         return self.prompts[index // self.choices]
 
 
-def parse_call(chat: bool, raw: bytes, request_id: str, config: EngineConfig) -> Call:
-    """Read a chat or text completion body.  Raises Refusal as vLLM would answer."""
+def parse_call(chat: bool, raw: bytes, request_id: str, config: EngineConfig, header_id: str = "") -> Call:
+    """Read a chat or text completion body.  Raises Refusal as vLLM would answer.
+
+    As in vLLM the `X-Request-Id` header names the call, else the body's `request_id`, else `request_id`.
+    """
     body = parse_object(raw)
     _require(chat, body)
     check_model(body, config)
@@ -73,7 +76,7 @@ def parse_call(chat: bool, raw: bytes, request_id: str, config: EngineConfig) ->
     stream_options = body.get("stream_options") or {}
     return Call(
         chat=chat,
-        id=("chatcmpl-" if chat else "cmpl-") + _request_id(body, request_id),
+        id=("chatcmpl-" if chat else "cmpl-") + (header_id or _request_id(body, request_id)),
         model=config.model,
         prompts=prompts,
         limits=tuple(_limit(chat, body, tokens, config) for tokens in prompts),

@@ -137,7 +137,7 @@ class MockServer:
 
     async def _answer(self, exchange: Exchange, record: Record, raw: bytes, chat: bool) -> State:
         try:
-            call = parse_call(chat, raw, exchange.request_id or secrets.token_hex(8), self.config)
+            call = parse_call(chat, raw, secrets.token_hex(8), self.config, exchange.request_id)
         except Refusal as refusal:
             await exchange.json(refusal.status, refusal.body)
             return State.REFUSED

@@ -4,11 +4,13 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
 from gateway.core.lifecycle import Event
 from gateway.core.outcomes import Code, Outcome
+from gateway.ledger.api import Reservation
 from gateway.mock.engine import EngineConfig
 from gateway.mock.faults import Fault, Kind
 from gateway.mock.journal import State
@@ -185,22 +187,21 @@ async def test_a_waiting_call_can_end_at_every_turn_of_the_loop(store_url: str, 
 
 async def suspension_of_asking(stage: Stage, body: dict[str, object]) -> int:
     """The number of the suspension in which the call waits for its place."""
-    found: list[int] = []
-    open_ = stage.world.ledger.open
-
-    def noted(*arguments: object) -> object:
-        found.append(steps.count + 1)
-        return open_(*arguments)  # type: ignore[arg-type]
-
-    stage.world.ledger.open = noted  # type: ignore[method-assign,assignment]
+    ledger, found = stage.world.ledger, []
     begun = await stage.prepare()
     steps = Suspensions(Visitor(stage.world.app, body, pieces=2).run())
+
+    def noted(*arguments: Any) -> Reservation:
+        found.append(steps.count + 1)
+        return type(ledger).open(ledger, *arguments)
+
+    ledger.open = noted  # type: ignore[assignment]
     begun()
     await steps
-    del stage.world.ledger.open
+    del ledger.open
     stage.world.only_end()
     await stage.check()
-    return found[-1]
+    return found[0]
 
 
 @pytest.mark.parametrize("receives", [0, 1, 2, 3])

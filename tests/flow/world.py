@@ -101,14 +101,14 @@ class World:
         await soon_true(lambda: self._is_queued(count), f"{count} calls wait")
 
     async def _is_queued(self, count: int) -> bool:
-        found: bool = (await self.ledger.state())["queued"] == count
+        found: bool = (await self.ledger.state())["queue"] == count
         return found
 
     async def quiet(self) -> None:
         """Everything was given back: in this process and in the store.  Fails where that does not come true."""
         await soon(lambda: not self.calls.inflight() and not self.ledger.inflight, "no call is in flight")
         state = await self.ledger.state()
-        assert (state["leases"], state["queued"], state["reserved"]) == (0, 0, 0), state
+        assert (state["leases"], state["queue"], state["reserved"]) == (0, 0, 0), state
         assert not any(held for key in state["keys"].values() for held in key.values()), state
         for pool in state["pools"].values():
             for row in pool["replicas"].values():

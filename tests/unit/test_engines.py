@@ -199,6 +199,10 @@ async def test_the_real_watch_knows_its_replicas_before_they_answer() -> None:
         client=httpx.AsyncClient(trust_env=False),
     )
     made = WatchedEngines(plan(pools=(("short", None),), lanes={"short": ("short",)}), watch)
-    assert (made.url("a"), made.pool("a"), made.others_up("short", [])) == ("http://127.0.0.1:1", "short", False)
+    assert (made.url("a"), made.pool("a"), made.others_up("short", [])) == (
+        "http://127.0.0.1:1",
+        "short",
+        False,
+    )
     assert made.books_config().replicas == (ReplicaConfig("a", "short"),)
     await watch.close()

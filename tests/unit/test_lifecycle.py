@@ -53,7 +53,7 @@ DESIGN: dict[Phase, dict[Event, Cell]] = {
         E.LEASE_LOST: error_event(Code.LEASE_LOST),
         E.GRACE_OVER: error_event(Code.DRAINING),
     },
-    P.SETTLED: {event: (P.SETTLED, A.STOP, None, None) for event in Event},
+    P.SETTLED: dict.fromkeys(Event, (P.SETTLED, A.STOP, None, None)),
 }
 """Phase by phase as the design has it; what is not listed cannot happen.
 
