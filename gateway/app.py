@@ -6,6 +6,7 @@ The only file that knows every room.  `Gateway.start` and `stop` are the process
 import asyncio
 import contextlib
 import logging
+import math
 import secrets as random_secrets
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from functools import partial
@@ -42,6 +43,9 @@ GENERATING_PATHS = frozenset({b"/v1/chat/completions", b"/v1/completions"})
 """Compared with the raw path: a variant that only decodes to one of them is an unknown path."""
 DISCOVERY_SECONDS = 6.0
 """How long a start waits for replicas; those that answer later join later."""
+CUT_SECONDS = 1.0
+"""For the calls that the end of the grace period cuts off: a last event to a client that may read slowly."""
+DRAIN_POLL_SECONDS = 0.02
 SETTLE_SECONDS = 5.0
 """For giving back, at the very end, what calls still held."""
 STATE_SECONDS = 1.0
@@ -84,6 +88,7 @@ class Gateway:
         self._rooms: list[FleetRoom] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._state_read_at = -STATE_SECONDS
+        self._ends_at = math.inf
         self.calls = Calls()
         self._counter = TiktokenCounter()
         self._metrics = Metrics(_metric_names(settings), [c.name for c in settings.classes], self.calls.inflight)
@@ -140,14 +145,23 @@ class Gateway:
             self._tasks.append(loop.create_task(self._keys.run()))
 
     def drain(self) -> None:
-        """Not ready from now on; after the grace period what still runs is ended."""
+        """Not ready from now on; after the grace period what still runs is ended.  A second call ends that period."""
         if self.calls.draining:
             return self.end_grace()
         self.calls.drain()
-        asyncio.get_running_loop().call_later(self._settings.server.grace_seconds, self.end_grace)
+        loop, grace_seconds = asyncio.get_running_loop(), self._settings.server.grace_seconds
+        self._ends_at = loop.time() + grace_seconds
+        loop.call_later(grace_seconds, self.end_grace)
 
     def end_grace(self) -> None:
+        self._ends_at = min(self._ends_at, asyncio.get_running_loop().time())
         self.calls.interrupt(Event.GRACE_OVER)
+
+    async def drained(self) -> None:
+        """After `drain`: return when no call is left, or soon after the grace period if one does not end."""
+        loop = asyncio.get_running_loop()
+        while self.calls.inflight() and loop.time() < self._ends_at + CUT_SECONDS:
+            await asyncio.sleep(DRAIN_POLL_SECONDS)
 
     async def stop(self) -> None:
         """Give back what is still held, then end everything."""

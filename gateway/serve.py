@@ -29,8 +29,8 @@ from gateway.telemetry.logs import Logs
 log = logging.getLogger("kvgate.serve")
 
 BACKLOG = 4096
-GRACE_MARGIN_SECONDS = 3
-"""For ending what the grace period did not end, before the server stops to wait for connections."""
+LINGER_SECONDS = 1
+"""For the last bytes of answers, after the last call has ended: then connections are closed."""
 RESTART_SECONDS = 1.0
 """Before a worker that ended is started again."""
 DEMO_ENGINES = (("short", 2, ("--blocks", "2048", "--max-model-len", "8192")),
@@ -48,13 +48,18 @@ class DemoError(Exception):
 
 
 class GatewayServer(uvicorn.Server):
-    """uvicorn with our way to stop: the first signal drains, the second ends the grace period."""
+    """uvicorn with our way to stop: the first signal drains, the second ends the grace period.
+
+    The port stays open until the last call has ended, so that probes and new calls hear 503 and no connection is
+    refused while a load balancer still sends some.
+    """
 
     def __init__(self, gateway: Gateway, config: uvicorn.Config, ready_line: str = "") -> None:
         super().__init__(config)
         self._gateway = gateway
         self._ready_line = ready_line
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._exit: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -71,8 +76,18 @@ class GatewayServer(uvicorn.Server):
         print(self._ready_line, flush=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._gateway.drain)
+        if self._loop is None:
+            self.should_exit = True
+        else:
+            self._loop.call_soon_threadsafe(self._drain)
+
+    def _drain(self) -> None:
+        self._gateway.drain()
+        if self._exit is None:
+            self._exit = asyncio.create_task(self._exit_when_drained())
+
+    async def _exit_when_drained(self) -> None:
+        await self._gateway.drained()
         self.should_exit = True
 
 
@@ -135,7 +150,7 @@ def _server_config(gateway: Gateway, settings: Settings) -> uvicorn.Config:
         server_header=False,
         proxy_headers=False,
         backlog=BACKLOG,
-        timeout_graceful_shutdown=int(settings.server.grace_seconds) + GRACE_MARGIN_SECONDS,
+        timeout_graceful_shutdown=LINGER_SECONDS,
     )
 
 
@@ -188,11 +203,15 @@ async def _supervise(
     config: Path, store: EmbeddedStore | None, listener: socket.socket, workers: int, environ: Mapping[str, str]
 ) -> int:
     """Keep workers running until told to stop; they share the socket, and the store through its URL."""
-    loop, told = asyncio.get_running_loop(), asyncio.Event()
+    loop, told, told_again = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+
+    def tell() -> None:
+        (told_again if told.is_set() else told).set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, told.set)
+        loop.add_signal_handler(number, tell)
     own = {**environ, **({"KVGATE_STORE__URL": store.url} if store else {})}
-    tasks = [loop.create_task(_keep_worker(config, listener, own, told)) for _ in range(workers)]
+    tasks = [loop.create_task(_keep_worker(config, listener, own, told, told_again)) for _ in range(workers)]
     supervisor = loop.create_task(store.supervise()) if store else None
     await asyncio.gather(*tasks)
     if supervisor:
@@ -200,24 +219,35 @@ async def _supervise(
     return 0
 
 
-async def _keep_worker(config: Path, listener: socket.socket, environ: dict[str, str], told: asyncio.Event) -> None:
-    """One worker at a time: started again when it ends by itself, told to end when we are."""
+async def _keep_worker(
+    config: Path, listener: socket.socket, environ: dict[str, str], told: asyncio.Event, told_again: asyncio.Event
+) -> None:
+    """One worker at a time: started again when it ends by itself, told to end when we are, and as often.
+
+    It has a session of its own: a terminal sends its interrupt to us alone, and the worker hears it once.
+    """
     descriptor = listener.fileno()
     command = [sys.executable, "-m", "gateway", "serve", "--config", str(config), "--listen-fd", str(descriptor)]
     while not told.is_set():
         worker = await asyncio.create_subprocess_exec(
-            *command, env=environ, pass_fds=(descriptor,), preexec_fn=die_with_parent
+            *command, env=environ, pass_fds=(descriptor,), preexec_fn=die_with_parent, start_new_session=True
         )
         ended = asyncio.create_task(worker.wait())
-        stopping = asyncio.create_task(told.wait())
-        await asyncio.wait((ended, stopping), return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
-        if not ended.done():
-            worker.send_signal(signal.SIGTERM)
-            await ended
-        elif not told.is_set():
+        for stop in (told, told_again):
+            if await _first(stop, ended):
+                worker.send_signal(signal.SIGTERM)
+        await ended
+        if not told.is_set():
             print(f"kvgate: a worker ended with status {worker.returncode}; starting another", file=sys.stderr)
             await asyncio.sleep(RESTART_SECONDS)
+
+
+async def _first(stop: asyncio.Event, ended: asyncio.Task[int]) -> bool:
+    """Wait for either; True when we were told to stop first."""
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait((ended, stopping), return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    return not ended.done()
 
 
 # -- the demo ----------------------------------------------------------------------------------------------------

@@ -88,7 +88,8 @@ class GatewayProcess:
             if name in os.environ:
                 env[name] = os.environ[name]
         with log.open("ab") as output:
-            self.process = subprocess.Popen(command, stdout=output, stderr=output, env=env)
+            # A process group of its own, which a test may signal as a terminal does.
+            self.process = subprocess.Popen(command, stdout=output, stderr=output, env=env, start_new_session=True)
         headers = {"authorization": f"Bearer {key}"}
         self.client = httpx.Client(base_url=self.url, headers=headers, timeout=30, trust_env=False)
 

@@ -7,7 +7,7 @@ import socket
 import struct
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 ANSWER_SECONDS = 30.0
@@ -32,6 +32,9 @@ class Answer:
 class Wire:
     """One connection; calls on it one after the other."""
 
+    opened: ClassVar[list["Wire"]] = []
+    """Since the last `hang_up_all`."""
+
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
@@ -42,7 +45,15 @@ class Wire:
     @classmethod
     async def open(cls, url: str) -> "Wire":
         parts = urlsplit(url)
-        return cls(*await asyncio.open_connection(parts.hostname, parts.port, limit=1 << 24))
+        wire = cls(*await asyncio.open_connection(parts.hostname, parts.port, limit=1 << 24))
+        cls.opened.append(wire)
+        return wire
+
+    @classmethod
+    def hang_up_all(cls) -> None:
+        for wire in cls.opened:
+            wire.reset()
+        cls.opened.clear()
 
     async def send(self, request: bytes) -> None:
         self._writer.write(request)
@@ -68,6 +79,10 @@ class Wire:
         parts = [part async for part in self._parts()]
         return Answer(status, headers, b"".join(parts))
 
+    async def rest(self) -> Any:
+        """The JSON of an answer whose head was read."""
+        return json.loads(b"".join([part async for part in self._parts()]))
+
     async def event(self) -> bytes | None:
         """The next server-sent event without its end; None when the body is over.  After `head`."""
         while b"\n\n" not in self._unread:
@@ -91,8 +106,9 @@ class Wire:
 
     def reset(self) -> None:
         """Leave at once: RST, whatever was not read is dropped."""
-        linger = struct.pack("ii", 1, 0)
-        self._writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        connection = self._writer.get_extra_info("socket")
+        if connection.fileno() != -1:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self._writer.transport.abort()
 
     async def _parts(self) -> AsyncIterator[bytes]:

@@ -1,6 +1,7 @@
 """Reading a request's body within a limit of bytes and of time."""
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
@@ -12,6 +13,31 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 class ClientLeft(Exception):
     """The client closed the connection; nobody is there to be answered."""
+
+
+class Incoming:
+    """ASGI's `receive`, and whether more of the body may come."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self.over = False
+
+    async def __call__(self) -> MutableMapping[str, Any]:
+        message = await self._receive()
+        self.over = not message.get("more_body", False)
+        return message
+
+
+async def discard_body(incoming: Incoming, seconds: float, bytes_max: int) -> None:
+    """Take what a client still sends although it has its refusal, within a limit of bytes and of time.
+
+    A connection that is closed with bytes unread is reset, and a reset may overtake the answer (RFC 9112, 9.6).
+    """
+    taken = 0
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            while not incoming.over and taken <= bytes_max:
+                taken += len((await incoming()).get("body", b""))
 
 
 async def read_body(scope: Scope, receive: Receive, limit_bytes: int, seconds: float) -> bytes | Refusal:

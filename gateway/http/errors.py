@@ -68,12 +68,16 @@ def safe_request_id(raw: bytes | None, new: str) -> str:
 
 
 async def send_answer(send: Send, answer: Answer, request_id: str, close: bool) -> None:
-    """Write an answer through ASGI; `close` where the request's body was not read to its end."""
+    """Write an answer through ASGI.
+
+    `close` where the request's body was not read to its end: the caller ends the answer with an empty piece, once it
+    has taken what still comes.
+    """
     headers = [*answer.headers, (b"x-request-id", request_id.encode("ascii"))]
     if close:
         headers.append((b"connection", b"close"))
     await send({"type": "http.response.start", "status": answer.status, "headers": headers})
-    await send({"type": "http.response.body", "body": answer.body})
+    await send({"type": "http.response.body", "body": answer.body, "more_body": close})
 
 
 def _retry_ms(refusal: Refusal, jitter: float) -> int:

@@ -1,7 +1,8 @@
-"""uvicorn's HTTP/1.1, with the error envelope also for bytes that are not HTTP and so never become a request."""
+"""uvicorn's HTTP/1.1, with the error envelope also for bytes that are no request, and without upgrades."""
 
 import secrets
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from gateway.core.outcomes import Code, Refusal
@@ -11,7 +12,29 @@ NOT_HTTP = Refusal(Code.INVALID_VALUE, "what arrived on this connection is not a
 
 
 class ProxyProtocol(HttpToolsProtocol):
-    """For `uvicorn.Config(http=...)`."""
+    """For `uvicorn.Config(http=..., ws="none")`.
+
+    An offer to upgrade (RFC 9110, 7.8) is ignored.  The parser takes it for the end of HTTP and would drop the body:
+    Java's client offers h2c with every call.  So such a request is read once more without the offer.
+    """
+
+    def data_received(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            if self._offers_upgrade():
+                self._read_again(data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            self.send_400_response("")
+
+    def on_headers_complete(self) -> None:
+        if not self._offers_upgrade():
+            super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        if not self._offers_upgrade():
+            super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
         """End the connection; bytes that follow a request whose answer has begun get no answer of their own.
@@ -21,6 +44,18 @@ class ProxyProtocol(HttpToolsProtocol):
         if not _is_under_way(self.cycle):
             self.transport.write(_not_http())
         self.transport.close()
+
+    def _offers_upgrade(self) -> bool:
+        """CONNECT is no offer: it has no body, and would be one again."""
+        return bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
+
+    def _read_again(self, rest: bytes) -> None:
+        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (method, self.url, version)]
+        lines += [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+        self.data_received(b"\r\n".join((*lines, b"", rest)))
 
 
 def _is_under_way(answer: RequestResponseCycle | None) -> bool:

@@ -23,7 +23,7 @@ from gateway.core.request import Endpoint, GenerationRequest, parse
 from gateway.core.route import KeyLimits
 from gateway.flow import Flow, unshared_blocks_used
 from gateway.http.auth import Key
-from gateway.http.body import ClientLeft, Receive, Scope, read_body
+from gateway.http.body import ClientLeft, Incoming, Receive, Scope, discard_body, read_body
 from gateway.http.errors import Answer, Send, answer_of, error_event, safe_request_id, send_answer
 from gateway.http.relay import AnswerCutOff, AnswerRelay
 
@@ -33,7 +33,11 @@ MODEL_CHARS_SHOWN = 64
 """A client gets its own model name back in an error, up to this length."""
 CLIENT_STALL_SECONDS = 60.0
 """A client that takes no byte of its answer for so long has left."""
+LINGER_SECONDS = 2.0
+LINGER_BYTES_MAX = 16 * 1024 * 1024
+"""What a client may still send of a body that is refused, before its connection is closed."""
 STALL_CHECK_SECONDS = 1.0
+DRAINING = Refusal(Code.DRAINING, "this gateway is shutting down", retry_ms=1000)
 
 
 class Keys(Protocol):
@@ -65,6 +69,7 @@ class Calls:
 
     def __init__(self) -> None:
         self._calls: set[Call] = set()
+        self._reading: set[asyncio.Task[object]] = set()
         self.draining = False
 
     def add(self, call: Call) -> None:
@@ -80,10 +85,27 @@ class Calls:
             counts[call.fleet.name] = counts.get(call.fleet.name, 0) + 1
         return counts
 
+    async def read(self, body: Awaitable[bytes | Refusal]) -> bytes | Refusal:
+        """The body, unless a drain comes first: nothing is held for such a call yet."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._reading.add(task)
+        try:
+            return await body
+        except asyncio.CancelledError:
+            if not self.draining:
+                raise
+            task.uncancel()
+            return DRAINING
+        finally:
+            self._reading.discard(task)
+
     def drain(self) -> None:
-        """No new calls; those that wait are answered 503, those that run go on."""
+        """No new calls; those that arrive or wait are answered 503, those that run go on."""
         self.draining = True
         self.interrupt(Event.DRAINED)
+        for task in self._reading:
+            task.cancel()
 
     def interrupt(self, event: Event) -> None:
         for call in list(self._calls):
@@ -104,6 +126,7 @@ class _Visit:
     """One HTTP request until its call is known; afterwards the call carries the story."""
 
     request_id: str
+    incoming: Incoming
     send: Send
     began: float
     key: Key | None = None
@@ -134,9 +157,10 @@ class Proxy:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
-        visit = _Visit(safe_request_id(headers.get(b"x-request-id"), secrets.token_hex(16)), send, time.monotonic())
+        request_id = safe_request_id(headers.get(b"x-request-id"), secrets.token_hex(16))
+        visit = _Visit(request_id, Incoming(receive), send, time.monotonic())
         try:
-            await self._visit(visit, scope, receive, headers)
+            await self._visit(visit, scope, headers)
         except ClientLeft:
             return
         except AnswerCutOff:
@@ -150,18 +174,19 @@ class Proxy:
             if not visit.reported:
                 self._report_early(visit, None, Outcome.CANCELLED, Code.CLIENT_DISCONNECT, 499)
 
-    async def _visit(self, visit: _Visit, scope: Scope, receive: Receive, headers: Mapping[bytes, bytes]) -> None:
+    async def _visit(self, visit: _Visit, scope: Scope, headers: Mapping[bytes, bytes]) -> None:
         refusal = self._refuse_unread(visit, scope, headers)
         if refusal:
             return await self._refuse_early(visit, refusal, close=True)
-        body = await read_body(scope, receive, self._settings.body_bytes_max, self._settings.body_seconds)
+        limits = self._settings.body_bytes_max, self._settings.body_seconds
+        body = await self._calls.read(read_body(scope, visit.incoming, *limits))
         visit.began = time.monotonic()
         if isinstance(body, Refusal):
             return await self._refuse_early(visit, body, close=True)
         call = self._open_call(visit, scope, body)
         if isinstance(call, Refusal):
             return await self._refuse_early(visit, call, close=False)
-        await self._serve(visit, call, receive)
+        await self._serve(visit, call, visit.incoming)
 
     # -- before there is a call ----------------------------------------------------------------------------------
 
@@ -174,7 +199,7 @@ class Proxy:
         if visit.key is None:
             return Refusal(Code.INVALID_API_KEY, "no valid API key in `Authorization: Bearer` or `x-api-key`")
         if self._calls.draining:
-            return Refusal(Code.DRAINING, "this gateway is shutting down", retry_ms=1000)
+            return DRAINING
         return None
 
     def _open_call(self, visit: _Visit, scope: Scope, body: bytes) -> Call | Refusal:
@@ -227,6 +252,9 @@ class Proxy:
         answer = self._answer(refusal)
         await _last_write(send_answer(visit.send, answer, visit.request_id, close))
         self._report_early(visit, refusal, Outcome.REFUSED, refusal.code, answer.status)
+        if close:
+            await discard_body(visit.incoming, LINGER_SECONDS, LINGER_BYTES_MAX)
+            await visit.send({"type": "http.response.body", "body": b""})
 
     def _answer(self, refusal: Refusal) -> Answer:
         return answer_of(refusal, self._settings.overload_status, self._jitter())

@@ -244,7 +244,7 @@ class Keeper:
                 "fenced by the store of fleet %s: saying hello under a new owner id", self._ledger.fleet
             )
             self._observer(LeaseLost(self._ledger.fleet))
-        self._owner = ""
+        self._owner, self._gate_open = "", False
         await self._send_config()
         await self._say_hello()
 

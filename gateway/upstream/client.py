@@ -7,6 +7,8 @@ streams and its bounded pool does not recover from a wave of cancelled calls.
 import asyncio
 import io
 import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +16,8 @@ import aiohttp
 from aiohttp.http_exceptions import HttpProcessingError
 from yarl import URL
 
-from gateway.upstream.api import Receiver, Upstream, UpstreamFailed, UpstreamRequest
 from gateway.core.headers import answer_headers
+from gateway.upstream.api import Receiver, Upstream, UpstreamFailed, UpstreamRequest
 
 READ_BYTES = 65_536
 """Above twice this many unread bytes of an answer its socket is not read."""
@@ -101,8 +103,9 @@ class AiohttpUpstream(Upstream):
         answer = await self._send(request)
         try:
             _check_head(answer)
-            await receiver.head(answer.status, answer_headers(answer.raw_headers))
-            await self._relay(answer, receiver)
+            with _reader_told_of_bad_framing(answer):
+                await receiver.head(answer.status, answer_headers(answer.raw_headers))
+                await self._relay(answer, receiver)
         finally:
             answer.close()
 
@@ -215,6 +218,40 @@ async def _read(content: aiohttp.StreamReader, due: float, late: str) -> bytes:
         raise UpstreamFailed(late, timed_out=True) from error
     except (*_BROKEN, RuntimeError) as error:
         raise UpstreamFailed(_words(error)) from error
+
+
+@contextmanager
+def _reader_told_of_bad_framing(answer: aiohttp.ClientResponse) -> Iterator[None]:
+    """aiohttp tells of a malformed chunk the connection alone: whoever reads the body would wait for its idle limit."""
+    connection = answer.connection
+    protocol = connection.protocol if connection is not None else None
+    if protocol is None:
+        yield
+        return
+
+    def tell(_: object = None) -> None:
+        error = protocol.exception()
+        if isinstance(error, HttpProcessingError) and not answer.content.is_eof():
+            answer.content.set_exception(error)
+
+    closed = protocol.closed
+    if closed is None:
+        tell()
+        yield
+        return
+    closed.add_done_callback(tell)
+    try:
+        yield
+    finally:
+        closed.remove_done_callback(tell)
+        closed.remove_done_callback(_retrieve)  # the connection may serve many calls, and one is enough
+        closed.add_done_callback(_retrieve)
+
+
+def _retrieve(closed: "asyncio.Future[None]") -> None:
+    """An idle connection that is reset is nobody's failure; without this the loop would log it as one."""
+    if not closed.cancelled():
+        closed.exception()
 
 
 def _words(error: BaseException) -> str:

@@ -44,7 +44,7 @@ class StoreProxy:
 
     def hold_requests(self) -> "list[_Link]":
         """What the present connections send is kept until `release`; new ones are not concerned."""
-        held = list(self._links)
+        held = [link for link in self._links if not link.held]
         for link in held:
             link.held = asyncio.Event()
         return held

@@ -86,6 +86,7 @@ class Visitor:
         self._reading.clear()
 
     def read_on(self) -> None:
+        self._reads_left = NEVER
         self._reading.set()
 
     async def _receive(self) -> Message:
@@ -136,7 +137,9 @@ class Suspensions:
     It runs inside the task, between the suspension and the loop, so a `task.cancel()` in it hits exactly there.
     """
 
-    def __init__(self, work: Coroutine[Any, Any, Any], at: int = NEVER, strike: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, work: Coroutine[Any, Any, Any], at: int = NEVER, strike: Callable[[], None] | None = None
+    ) -> None:
         self.count = 0
         self._work = work
         self._at = at

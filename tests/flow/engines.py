@@ -3,8 +3,8 @@
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 
 import uvicorn
 
@@ -23,7 +23,13 @@ DONE = b"data: [DONE]\n\n"
 def event(text: str = "x", finish: str | None = None) -> bytes:
     """A frame of a chat stream, with the text unescaped."""
     choice = {"index": 0, "delta": {"content": text}, "finish_reason": finish}
-    frame = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": "demo", "choices": [choice]}
+    frame = {
+        "id": "chatcmpl-1",
+        "object": "chat.completion.chunk",
+        "created": 1,
+        "model": "demo",
+        "choices": [choice],
+    }
     return b"data: " + json.dumps(frame, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
@@ -33,7 +39,9 @@ def chunk(data: bytes) -> bytes:
 
 def whole(status: int, body: bytes, content_type: str = "application/json", extra: str = "") -> bytes:
     """An answer with a length."""
-    head = f"HTTP/1.1 {status} X\r\ncontent-type: {content_type}\r\ncontent-length: {len(body)}\r\n{extra}\r\n"
+    head = (
+        f"HTTP/1.1 {status} X\r\ncontent-type: {content_type}\r\ncontent-length: {len(body)}\r\n{extra}\r\n"
+    )
     return head.encode() + body
 
 
@@ -114,12 +122,6 @@ async def raw_engine(script: Script) -> AsyncIterator[RawEngine]:
         await asyncio.sleep(0)  # the loop closes the sockets one turn later
 
 
-class _Server(uvicorn.Server):
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 class MockEngine:
     """The mock behind uvicorn, in this loop."""
 
@@ -139,20 +141,20 @@ class MockEngine:
 
 
 @asynccontextmanager
-async def mock_engine(config: EngineConfig, *, speed: float, output_tokens: int | None = None) -> AsyncIterator[MockEngine]:
-    app = create_app(config, speed=speed, output_tokens=output_tokens)
-    listener = socket.create_server(("127.0.0.1", 0), backlog=256)
-    host, port = listener.getsockname()[:2]
-    server = _Server(
-        uvicorn.Config(
-            app, http=BreakableProtocol, lifespan="on", log_config=None, access_log=False, timeout_graceful_shutdown=1
-        )
+async def mock_engine(sizes: EngineConfig, *, speed: float) -> AsyncIterator[MockEngine]:
+    """A mock engine; its steps take no time where `speed` is infinite."""
+    app = create_app(sizes, speed=speed)
+    config = uvicorn.Config(
+        app, http=BreakableProtocol, log_config=None, access_log=False, timeout_graceful_shutdown=1
     )
-    task = asyncio.create_task(server.serve([listener]))
-    try:
-        yield MockEngine(app, f"http://{host}:{port}")
-    finally:
-        app.driver.stop()
-        server.should_exit = True
-        await task
-        listener.close()
+    config.load()
+    server = uvicorn.Server(config)
+    server.lifespan = config.lifespan_class(config)
+    with socket.create_server(("127.0.0.1", 0), backlog=256) as listener:
+        host, port = listener.getsockname()[:2]
+        await server.startup([listener])  # `serve` would take the signals, and end only at its next tick
+        try:
+            yield MockEngine(app, f"http://{host}:{port}")
+        finally:
+            app.driver.stop()
+            await server.shutdown([listener])

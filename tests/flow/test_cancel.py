@@ -47,7 +47,10 @@ async def plain(store_url: str) -> AsyncIterator[Stage]:
     async def nothing() -> Callable[[], None]:
         return lambda: None
 
-    async with mock_engine(EngineConfig(step_base_ms=1), speed=4) as mock, gateway(store_url, {"a": mock.url}) as world:
+    async with (
+        mock_engine(EngineConfig(step_base_ms=1), speed=4) as mock,
+        gateway(store_url, {"a": mock.url}) as world,
+    ):
         yield Stage(world, [mock], nothing)
 
 
@@ -59,7 +62,10 @@ async def full(store_url: str) -> AsyncIterator[Stage]:
         release = await world.hold(1000)
         return lambda: asyncio.get_running_loop().call_later(0.004, release)
 
-    async with mock_engine(EngineConfig(step_base_ms=1), speed=4) as mock, gateway(store_url, {"a": mock.url}) as world:
+    async with (
+        mock_engine(EngineConfig(step_base_ms=1), speed=4) as mock,
+        gateway(store_url, {"a": mock.url}) as world,
+    ):
         yield Stage(world, [mock], take)
 
 
@@ -91,7 +97,9 @@ def scenes(*names: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("scene", names or list(SCENES))
 
 
-async def run(stage: Stage, body: dict[str, object], at: int, how: str, turns: int = 0) -> tuple[Suspensions, Visitor]:
+async def run(
+    stage: Stage, body: dict[str, object], at: int, how: str, turns: int = 0
+) -> tuple[Suspensions, Visitor]:
     """One call that is ended at its suspension `at`, `turns` of the loop later, by `how`."""
     begun = await stage.prepare()
     visitor = Visitor(stage.world.app, body, pieces=2)
@@ -224,3 +232,52 @@ async def test_a_client_leaves_while_its_answer_is_written(store_url: str, sends
         assert (end.outcome, end.reason) == (Outcome.CANCELLED, Code.CLIENT_DISCONNECT)
         await stage.check()
         assert stage.mocks[0].count(State.ABORTED) == 1
+
+
+async def test_a_stream_whose_place_is_lost_says_so(store_url: str) -> None:
+    async with plain(store_url) as stage:
+        visitor = Visitor(stage.world.app, chat(stream=True, max_tokens=2000))
+        task = asyncio.create_task(visitor.run())
+        await visitor.begun.wait()
+        stage.world.calls.interrupt(Event.LEASE_LOST)
+        await task
+        assert visitor.complete
+        assert visitor.body.count(b'"code":"lease_lost"') == 1
+        assert visitor.body.endswith(b"data: [DONE]\n\n")
+        end = stage.world.only_end()
+        assert (end.outcome, end.reason) == (Outcome.FAILED, Code.LEASE_LOST)
+        await stage.check()
+        assert stage.mocks[0].count(State.ABORTED) == 1
+
+
+async def test_a_call_whose_place_is_lost_before_its_answer_is_refused(store_url: str) -> None:
+    async with plain(store_url) as stage:
+        visitor = Visitor(stage.world.app, chat(mock={"hold_seconds": 60}))
+        task = asyncio.create_task(visitor.run())
+        await soon(lambda: stage.mocks[0].count(State.STARTED), "the engine computes")
+        stage.world.calls.interrupt(Event.LEASE_LOST)
+        await task
+        assert (visitor.status, visitor.json["error"]["code"]) == (503, "lease_lost")
+        assert visitor.header("retry-after") == "1"
+        stage.world.only_end()
+        await stage.check()
+
+
+async def test_draining_ends_what_waits_and_leaves_what_runs(store_url: str) -> None:
+    async with plain(store_url) as stage:
+        running = Visitor(stage.world.app, chat(stream=True, max_tokens=200))
+        tasks = [asyncio.create_task(running.run())]
+        await running.begun.wait()
+        release = await stage.world.hold(980)
+        waiting = Visitor(stage.world.app, chat(max_tokens=2000))
+        tasks.append(asyncio.create_task(waiting.run()))
+        await stage.world.queued(1)
+        stage.world.calls.drain()
+        await asyncio.gather(*tasks)
+        assert (waiting.status, waiting.json["error"]["code"]) == (503, "draining")
+        assert (running.status, running.events[-1]) == (200, b"[DONE]")
+        assert b"error" not in running.body
+        late = await stage.world.visit(STREAM)
+        assert (late.status, late.json["error"]["code"]) == (503, "draining")
+        release()
+        await stage.check()

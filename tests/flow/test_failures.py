@@ -34,9 +34,12 @@ from tests.flow.engines import (
 )
 from tests.flow.world import LONG, MESSAGES, World, chat, gateway, soon
 
-SHORT = 0.15
+SHORT = 0.1
+NOWHERE = "http://127.0.0.1:9"
 THREE = b"".join(event(word) for word in ("one", "two", "three"))
-ENGINE_ERROR = b'data: {"error":{"message":"EngineCore failed","type":"InternalServerError","param":null,"code":500}}\n\n'
+ENGINE_ERROR = (
+    b'data: {"error":{"message":"it failed","type":"InternalServerError","param":null,"code":500}}\n\n'
+)
 TOO_LONG = b'{"error":{"message":"too long","type":"BadRequestError","param":"messages","code":400}}'
 USAGE = {"prompt_tokens": 4, "completion_tokens": 2, "total_tokens": 6}
 CHOICE = {"index": 0, "message": {"role": "assistant", "content": "hi"}, "finish_reason": "stop"}
@@ -101,7 +104,9 @@ BEFORE_THE_FIRST_BYTE = {
     "redirect": Fault(plays(whole(302, b"", extra="location: /\r\n")), Code.UPSTREAM_ERROR),
     "not JSON": Fault(plays(whole(200, b"<html>", "text/html")), Code.UPSTREAM_ERROR),
     "half an answer": Fault(plays(whole(200, ANSWER)[:-9]), Code.UPSTREAM_ERROR),
-    "answer that stops": Fault(plays(whole(200, ANSWER)[:-9], stay=True), Code.UPSTREAM_TIMEOUT, slow="idle_seconds"),
+    "answer that stops": Fault(
+        plays(whole(200, ANSWER)[:-9], stay=True), Code.UPSTREAM_TIMEOUT, slow="idle_seconds"
+    ),
     "abort": Fault(plays(whole(200, ANSWER.replace(b'"stop"', b'"abort"'))), Code.UPSTREAM_ERROR),
     "reset at the first byte": Fault(streams(reset=True), Code.UPSTREAM_ERROR, streams_only=True),
     "head only": Fault(streams(), Code.UPSTREAM_ERROR, streams_only=True),
@@ -113,7 +118,9 @@ BEFORE_THE_FIRST_BYTE = {
     "first event late": Fault(
         streams(stay=True), Code.UPSTREAM_TIMEOUT, slow="first_event_seconds", streams_only=True
     ),
-    "comments only": Fault(comments_only, Code.UPSTREAM_TIMEOUT, slow="first_event_seconds", streams_only=True),
+    "comments only": Fault(
+        comments_only, Code.UPSTREAM_TIMEOUT, slow="first_event_seconds", streams_only=True
+    ),
     "comments, then the end": Fault(streams(b": hm\n\n", b""), Code.UPSTREAM_ERROR, streams_only=True),
 }
 
@@ -193,7 +200,9 @@ STATUS = {Code.UPSTREAM_ERROR: 502, Code.UPSTREAM_TIMEOUT: 504}
 
 @named(BEFORE_THE_FIRST_BYTE)
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_failure_before_the_first_byte_is_a_status(store_url: str, fault: Fault, stream: bool) -> None:
+async def test_a_failure_before_the_first_byte_is_a_status(
+    store_url: str, fault: Fault, stream: bool
+) -> None:
     if fault.streams_only and not stream:
         fault = BEFORE_THE_FIRST_BYTE["refused"]
     async with alone(store_url, fault) as world:
@@ -327,11 +336,10 @@ class Exploding:
 
 
 async def test_a_fault_of_our_own_before_the_reserve(store_url: str) -> None:
-    async with mock_engine(EngineConfig(), speed=100) as mock:
-        async with gateway(store_url, {"a": mock.url}, counter=Exploding()) as world:
-            expect_own_fault(await world.visit(chat(stream=True)))
-            assert world.only_end().reason is Code.INTERNAL_ERROR
-            await world.quiet()
+    async with gateway(store_url, {"a": NOWHERE}, counter=Exploding()) as world:
+        expect_own_fault(await world.visit(chat(stream=True)))
+        assert world.only_end().reason is Code.INTERNAL_ERROR
+        await world.quiet()
 
 
 async def test_a_fault_of_our_own_after_the_reserve(store_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,11 +377,12 @@ async def test_failed_calls_leave_the_whole_budget(store_url: str) -> None:
         if found is not None:
             await found(peer)
         else:
-            both.set() if len(engine.peers) == len(scripts) * 3 + 10 else None
-            await both.wait()
+            if len(engine.peers) == len(scripts) * 3 + 10:
+                all_there.set()
+            await all_there.wait()
             await peer.send(whole(200, ANSWER))
 
-    both = asyncio.Event()
+    all_there = asyncio.Event()
     async with raw_engine(script) as engine, gateway(store_url, {"a": engine.url}, blocks={"a": 11}) as world:
         await asyncio.gather(*(world.visit(chat(stream=True)) for _ in range(len(scripts) * 3)))
         await world.quiet()
@@ -382,14 +391,23 @@ async def test_failed_calls_leave_the_whole_budget(store_url: str) -> None:
         await world.quiet()
 
 
-@named(AFTER_THE_FIRST_BYTE | {"the engine's own error": Fault(streams(THREE, ENGINE_ERROR), Code.UPSTREAM_ERROR)})
+@named(
+    AFTER_THE_FIRST_BYTE
+    | {"the engine's own error": Fault(streams(THREE, ENGINE_ERROR), Code.UPSTREAM_ERROR)}
+)
 async def test_the_official_client_raises_for_a_broken_stream(store_url: str, fault: Fault) -> None:
     async with alone(store_url, fault) as world, official_client(world) as client:
-        stream = await client.chat.completions.create(model="demo", messages=MESSAGES, max_tokens=9, stream=True)
-        words = []
-        with pytest.raises(openai.APIError):
+        stream = await client.chat.completions.create(
+            model="demo", messages=MESSAGES, max_tokens=9, stream=True
+        )
+        words: list[str | None] = []
+
+        async def read() -> None:
             async for part in stream:
                 words.append(part.choices[0].delta.content)
+
+        with pytest.raises(openai.APIError):
+            await read()
         assert words[:3] == ["one", "two", "three"]
 
 
@@ -406,7 +424,9 @@ async def test_the_official_client_raises_for_a_failed_call(store_url: str, name
 async def official_client(world: World) -> AsyncIterator[openai.AsyncOpenAI]:
     """Its transport gathers the whole answer first, which is enough to see how the client reads it."""
     http = httpx.AsyncClient(transport=httpx.ASGITransport(app=world.app))  # type: ignore[arg-type]
-    async with openai.AsyncOpenAI(base_url="http://kvgate/v1", api_key="x", max_retries=0, http_client=http) as client:
+    async with openai.AsyncOpenAI(
+        base_url="http://kvgate/v1", api_key="x", max_retries=0, http_client=http
+    ) as client:
         yield client
 
 

@@ -22,7 +22,7 @@ from tests.flow.driver import Visitor
 
 LONG = 20.0
 MESSAGES = [{"role": "user", "content": "hi"}]
-HEARTBEAT_MS = 30
+HEARTBEAT_MS = 10
 """Short, because a fresh store opens its gate after two."""
 LEASE_MS = 5_000
 
@@ -72,7 +72,13 @@ class World:
     """One gateway process without its sockets."""
 
     def __init__(
-        self, replicas: Replicas, ledger: ValkeyLedger, proxy: Proxy, calls: Calls, facts: list[Event], counter: Counter
+        self,
+        replicas: Replicas,
+        ledger: ValkeyLedger,
+        proxy: Proxy,
+        calls: Calls,
+        facts: list[Event],
+        counter: Counter,
     ) -> None:
         self.replicas = replicas
         self.ledger = ledger
@@ -174,7 +180,9 @@ async def gateway(
     replicas = Replicas(urls, blocks or {}, prefill_tokens)
     engines = WatchedEngines(_plan(name), replicas)  # type: ignore[arg-type]
     clock = {} if now is None else {"now": now}
-    ledger = ValkeyLedger(store_url, name, engines.books_config, HoldLimits(2, 256, 1 << 26), facts.append, **clock)
+    ledger = ValkeyLedger(
+        store_url, name, engines.books_config, HoldLimits(2, 256, 1 << 26), facts.append, **clock
+    )
     upstream = AiohttpUpstream(limits or UpstreamLimits(LONG, LONG, LONG, LONG))
     counter = counter or WordCounter()
     calls = Calls()

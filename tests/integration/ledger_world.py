@@ -35,9 +35,13 @@ def running_store(*options: str) -> Iterator[EmbeddedStore]:
         store.stop()
 
 
-def fleet_config(*limits: int, lease_ms: int = 600, heartbeat_ms: int = 100, sequences_max: int = 5000) -> FleetConfig:
+def fleet_config(
+    *limits: int, lease_ms: int = 600, heartbeat_ms: int = 50, sequences_max: int = 5000
+) -> FleetConfig:
     """One pool; a replica `r0`, `r1`... for each limit."""
-    replicas = (ReplicaConfig(f"r{i}", "p", limit, limit, sequences_max, 1000) for i, limit in enumerate(limits))
+    replicas = (
+        ReplicaConfig(f"r{i}", "p", limit, limit, sequences_max, 1000) for i, limit in enumerate(limits)
+    )
     classes = (("high", 0), ("normal", 200))
     return FleetConfig(lease_ms, heartbeat_ms, max(limits), (("a", ("p",)),), classes, tuple(replicas))
 
@@ -153,7 +157,7 @@ class World:
             assert row["sequences"] == sum(c["sequences"] for c in held)
             assert row["prefill"] == sum(c["prefilling"] for c in held)
 
-    def keys(self) -> list[str]:
+    def key_names(self) -> list[str]:
         return [self.key(name) for name in KEY_NAMES]
 
 

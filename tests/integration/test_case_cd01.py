@@ -13,6 +13,8 @@ import pytest
 from tests.processes import GatewayProcess, Mock, World
 from tests.wire import Answer, Wire, blocks_of, completion, post, soon
 
+pytestmark = pytest.mark.usefixtures("hang_up")
+
 CALLS, PLACES = 64, 10
 PROMPT_TOKENS, OUTPUT_TOKENS = 400, 1201
 BLOCKS = blocks_of(PROMPT_TOKENS, OUTPUT_TOKENS)

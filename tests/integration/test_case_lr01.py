@@ -13,6 +13,8 @@ import pytest
 from tests.processes import GatewayProcess, Mock, World
 from tests.wire import Answer, Wire, ask, blocks_of, completion, post, soon
 
+pytestmark = pytest.mark.usefixtures("hang_up")
+
 ROUNDS = 200
 PROMPT_TOKENS, OUTPUT_TOKENS = 32, 1569
 BLOCKS = blocks_of(PROMPT_TOKENS, OUTPUT_TOKENS)

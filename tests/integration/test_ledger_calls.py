@@ -82,7 +82,13 @@ async def test_a_call_that_waited_too_long_is_told_so_and_forgotten(path):
 
 REFUSALS = [
     ("never fits", {"blocks": 101}, Code.CONTEXT_LENGTH_EXCEEDED, ("101", "100"), False),
-    ("above the key's cap", {"blocks": 30, "blocks_max": 20}, Code.KEY_CAP_EXCEEDED, ("30", "blocks_max", "20"), False),
+    (
+        "above the key's cap",
+        {"blocks": 30, "blocks_max": 20},
+        Code.KEY_CAP_EXCEEDED,
+        ("30", "blocks_max", "20"),
+        False,
+    ),
     ("queue off", {"queue_max": 0}, Code.CAPACITY_EXCEEDED, ("10", "queue.depth_max is 0"), None),
     ("queue full", {"queue_max": 1}, Code.QUEUE_FULL, ("1 requests", "queue.depth_max is 1"), None),
     (
@@ -103,7 +109,9 @@ REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize(("change", "code", "words", "again"), [r[1:] for r in REFUSALS], ids=[r[0] for r in REFUSALS])
+@pytest.mark.parametrize(
+    ("change", "code", "words", "again"), [r[1:] for r in REFUSALS], ids=[r[0] for r in REFUSALS]
+)
 async def test_a_refusal_names_knob_measure_and_limit(path, change, code, words, again):
     """One call fills the replica with two of the key's calls, and one of another key waits in the lane."""
     async with world(path, 100) as w:

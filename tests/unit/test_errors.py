@@ -131,4 +131,4 @@ async def test_an_answer_is_sent_whole(close: bool) -> None:
     assert (start["type"], start["status"]) == ("http.response.start", 413)
     assert (b"x-request-id", b"id-1") in start["headers"]
     assert ((b"connection", b"close") in start["headers"]) is close
-    assert body == {"type": "http.response.body", "body": given.body}
+    assert body == {"type": "http.response.body", "body": given.body, "more_body": close}

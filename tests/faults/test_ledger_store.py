@@ -1,0 +1,497 @@
+"""The store pauses, loses its data, is full, slow or away; owners sleep and come back."""
+
+import asyncio
+import os
+import signal
+import time
+from dataclasses import replace
+
+import msgspec
+import pytest
+import redis
+
+from gateway.core.events import LeaseLost, StoreUp
+from gateway.core.outcomes import Code, Refusal
+from gateway.ledger.api import Grant
+from gateway.ledger.scripts import fleet_keys, load
+from gateway.ledger.valkey import HoldLimits
+from tests.faults.proxy import store_proxy
+from tests.integration.ledger_world import HOLD, eventually, running_store, world
+
+
+@pytest.fixture(scope="module")
+def path():
+    with running_store() as store:
+        yield str(store.socket)
+
+
+@pytest.fixture
+def own_store():
+    """One that may be killed; it can save what it holds."""
+    with running_store() as store:
+        yield store
+
+
+def restart(store, with_data=False):
+    """Another process on the same socket, empty or with what the old one held."""
+    if with_data:
+        with redis.Redis(unix_socket_path=str(store.socket), protocol=2) as client:
+            client.save()
+    store.process.kill()
+    store.process.wait()
+    store.start()
+
+
+# -- leases ------------------------------------------------------------------------------------------------------
+
+
+async def test_a_pause_of_the_store_ends_no_lease(own_store):
+    async with world(str(own_store.socket), 1000) as w:
+        members = [await w.join(reply_seconds=0.2) for _ in range(2)]
+        asks = [await m.reserve(10) for m in members for _ in range(5)]
+        os.kill(own_store.process.pid, signal.SIGSTOP)
+        await asyncio.sleep(1.0)
+        os.kill(own_store.process.pid, signal.SIGCONT)
+        await eventually(lambda: all(m.ledger.ready for m in members))
+        await asyncio.sleep(0.2)
+        assert w.states() == {ask.id: "reserved" for ask in asks}
+        assert [m.count(LeaseLost) for m in members] == [0, 0]
+        assert [m.healed() for m in members] == [{}, {}]
+        for ask in asks:
+            ask.settle(None, None)
+        await eventually(w.empty)
+
+
+async def test_a_dead_owner_is_reaped_and_its_blocks_are_granted(path):
+    async with world(path, 100) as w:
+        dead, m = await w.join(), await w.join()
+        await dead.reserve(100)
+        await dead.stop()
+        ask = await m.reserve(100)
+        assert w.states() == {ask.id: "reserved"}
+        ask.settle(None, None)
+        await eventually(w.empty)
+
+
+@pytest.mark.parametrize("taken", [0, 60])
+@pytest.mark.parametrize("keep", [False, True])
+async def test_an_owner_that_slept_keeps_its_place_where_there_is_room(path, taken, keep):
+    """CD-04: and its late settle gives back nobody else's."""
+    async with world(path, 100) as w:
+        sleeper, m = await w.join(keep_lost=keep), await w.join()
+        old = await sleeper.reserve(60)
+        await sleeper.stop()
+        new = await m.reserve(taken or 10)
+        await eventually(lambda: w.states() == {new.id: "reserved"})
+        sleeper.go_on()
+        await eventually(lambda: sleeper.ledger.ready)
+        stays = keep or not taken
+        await eventually(lambda: (old.id in w.states()) == stays)
+        await eventually(lambda: sleeper.lost == ([] if stays else [60]))
+        assert sleeper.count(LeaseLost) == 1
+        assert w.used() == (60 if stays else 0) + new.admission.blocks
+        old.settle(None, None)
+        await eventually(lambda: w.states() == {new.id: "reserved"})
+        assert w.used() == new.admission.blocks
+        assert sleeper.lost == ([] if stays else [60]), "told once"
+        new.settle(None, None)
+        await eventually(w.empty)
+
+
+async def test_tickets_of_an_owner_that_slept_are_asked_for_again(path):
+    async with world(path, 100) as w:
+        sleeper, m = await w.join(), await w.join()
+        held = await m.reserve(100)
+        ask = sleeper.open(60)
+        task = asyncio.create_task(ask.granted())
+        await eventually(lambda: w.states().get(ask.id) == "queued")
+        await sleeper.stop()
+        await eventually(lambda: ask.id not in w.states())
+        sleeper.go_on()
+        await eventually(lambda: w.states().get(ask.id) == "queued")
+        held.settle(None, None)
+        assert isinstance(await task, Grant)
+        ask.settle(None, None)
+        await eventually(w.empty)
+
+
+# -- lost data ---------------------------------------------------------------------------------------------------
+
+
+async def test_a_store_that_lost_its_data_is_told_everything_again_before_it_admits(own_store):
+    """Two processes; the second reaches the new store later than the first."""
+    path = str(own_store.socket)
+    async with world(path, 100, lease_ms=3000, heartbeat_ms=300) as w, store_proxy(path) as proxy:
+        first, second = await w.join(), await w.join(proxy.url)
+        running = [await first.reserve(40), await second.reserve(40)]
+        ticket = second.open(50)
+        waiting = asyncio.create_task(ticket.granted())
+        await eventually(lambda: ticket.phase.name == "QUEUED")
+        await proxy.refuse()
+        restart(own_store)
+        await eventually(lambda: w.states() == {running[0].id: "reserved"})
+        late = first.open(30)
+        asked = asyncio.create_task(late.granted())
+        off = await first.open(30, queue_max=0).granted()
+        assert off.code is Code.STORE_UNAVAILABLE
+        assert off.retry_ms
+        assert w.states()[late.id] == "queued"
+        await proxy.open()
+        await eventually(lambda: first.ledger.ready and second.ledger.ready)
+        await eventually(lambda: w.states().get(ticket.id) == "queued")
+        assert w.states() == {
+            **{ask.id: "reserved" for ask in running},
+            late.id: "queued",
+            ticket.id: "queued",
+        }
+        assert w.used() == 80
+        for ask in running:
+            ask.settle(None, None)
+        answers = await asyncio.gather(asked, waiting)
+        assert all(isinstance(answer, Grant) for answer in answers)
+        for ask in (late, ticket):
+            ask.settle(None, None)
+        await eventually(w.empty)
+        assert [m.lost for m in (first, second)] == [[], []]
+        assert [m.healed() for m in (first, second)] == [{}, {}]
+        assert [m.count(LeaseLost) for m in (first, second)] == [0, 0]
+
+
+async def test_running_calls_are_declared_by_force_above_a_lowered_limit(own_store):
+    async with world(str(own_store.socket), 100) as w:
+        m = await w.join()
+        asks = [await m.reserve(45), await m.reserve(45)]
+        w.config = _with_limit(w.config, 50)
+        restart(own_store)
+        await eventually(lambda: len(w.states()) == 2)
+        assert w.used() == 90
+        assert m.lost == []
+        for ask in asks:
+            ask.settle(None, None)
+        await eventually(w.empty)
+
+
+def _with_limit(config, limit):
+    return replace(config, replicas=tuple(replace(r, limit=limit) for r in config.replicas))
+
+
+async def test_what_was_observed_of_replicas_is_told_to_a_new_store(own_store):
+    async with world(str(own_store.socket), 100, 100) as w:
+        m = await w.join()
+        await m.ledger.observe("r0", False)
+        await m.ledger.observe("r1", False)
+        await m.ledger.observe("r1", True)
+        await m.ledger.observe("nobody", False)
+        await eventually(lambda: w.rows("replicas", "replica")["r0"]["state"] == "down")
+        restart(own_store)
+        await eventually(lambda: w.rows("replicas", "replica").get("r0", {}).get("state") == "down")
+        assert w.rows("replicas", "replica")["r1"]["state"] == "up"
+
+
+async def test_a_store_restarted_with_its_data_goes_on(own_store):
+    async with world(str(own_store.socket), 100) as w:
+        members = [await w.join(), await w.join()]
+        running = [await m.reserve(45) for m in members]
+        ticket = members[0].open(45)
+        waiting = asyncio.create_task(ticket.granted())
+        await eventually(lambda: w.states().get(ticket.id) == "queued")
+        epoch = int(w.store.hget(w.key("meta"), "epoch"))
+        restart(own_store, with_data=True)
+        await eventually(lambda: int(w.store.hget(w.key("meta"), "epoch")) == epoch + 1)
+        await eventually(lambda: all(m.ledger.ready for m in members))
+        assert w.states() == {**{ask.id: "reserved" for ask in running}, ticket.id: "queued"}
+        assert [m.count(LeaseLost) for m in members] == [0, 0]
+        running[0].settle(None, None)
+        assert isinstance(await waiting, Grant)
+        for ask in (running[1], ticket):
+            ask.settle(None, None)
+        await eventually(w.empty)
+        assert [m.healed() for m in members] == [{}, {}]
+
+
+async def test_a_store_restarted_with_older_data_learns_what_it_missed(path):
+    """A failover to a replica that was behind: the books are those of before two calls came and one went."""
+    async with world(path, 100) as w:
+        m = await w.join()
+        gone = await m.reserve(20)
+        saved = {key: w.store.dump(key) for key in w.key_names()}
+        gone.settle(None, None)
+        await eventually(w.empty)
+        running, ticket = await m.reserve(90), m.open(50)
+        waiting = asyncio.create_task(ticket.granted())
+        await eventually(lambda: w.states().get(ticket.id) == "queued")
+        with w.store.pipeline() as together:
+            together.delete(*saved)
+            for key, content in saved.items():
+                if content:
+                    together.restore(key, 0, content, replace=True)
+            together.hset(w.key("meta"), "run", "another")
+            together.execute()
+        await eventually(lambda: w.states() == {running.id: "reserved", ticket.id: "queued"})
+        assert w.used() == 90
+        assert m.healed()["settled"] == 1
+        running.settle(None, None)
+        assert isinstance(await waiting, Grant)
+        ticket.settle(None, None)
+        await eventually(w.empty)
+
+
+async def test_after_a_restart_with_data_a_lost_lease_is_not_declared_by_force(own_store):
+    async with world(str(own_store.socket), 100) as w:
+        sleeper, m = await w.join(), await w.join()
+        old = await sleeper.reserve(60)
+        restart(own_store, with_data=True)
+        await eventually(lambda: all(each.events.count(StoreUp(True)) == 2 for each in (sleeper, m)))
+        await eventually(lambda: all(each.ledger.ready for each in (sleeper, m)))
+        await sleeper.stop()
+        new = await m.reserve(60)
+        sleeper.go_on()
+        await eventually(lambda: sleeper.lost == [60])
+        assert w.states() == {new.id: "reserved"}
+        old.settle(None, None)
+        new.settle(None, None)
+        await eventually(w.empty)
+
+
+async def test_a_store_that_forgot_its_scripts_gets_them_again(path):
+    async with world(path, 100) as w:
+        m = await w.join()
+        ask = await m.reserve(10)
+        w.store.script_flush()
+        await eventually(lambda: m.events.count(StoreUp(False)) == 1)
+        (await m.reserve(10)).settle(None, None)
+        ask.settle(None, None)
+        await eventually(w.empty)
+
+
+async def test_a_store_that_was_flushed_is_filled_again(own_store):
+    async with world(str(own_store.socket), 100) as w:
+        m = await w.join()
+        ask = await m.reserve(10)
+        w.store.flushall()
+        await eventually(lambda: w.states() == {ask.id: "reserved"})
+        await eventually(lambda: m.ledger.ready)
+        ask.settle(None, None)
+        await eventually(w.empty)
+
+
+async def test_a_full_store_still_takes_settles(own_store):
+    async with world(str(own_store.socket), 1000) as w:
+        m = await w.join()
+        asks = [await m.reserve(10) for _ in range(50)]
+        w.store.config_set("maxmemory", 1)
+        asks += [await m.reserve(10) for _ in range(5)]
+        for ask in asks:
+            ask.settle(None, None)
+        await eventually(lambda: w.empty() and m.ledger.inflight == 0)
+        assert m.healed() == {}
+        restart(own_store)
+        await eventually(lambda: m.ledger.ready)
+
+
+# -- the digest --------------------------------------------------------------------------------------------------
+
+
+def step(w, owner, *ops):
+    """A batch of that owner that its process knows nothing of."""
+    batch = w.rows("sessions", "session")[owner]["batch"] + 1
+    script, keys = load("step"), fleet_keys(w.fleet)
+    packed = [msgspec.msgpack.encode(op) for op in ops]
+    return w.store.execute_command("EVAL", script.text, len(keys), *keys, "", owner, batch, "w:", *packed)[5]
+
+
+FOREIGN = ["A", "00000000aa", "k", "normal", "a", 7, 1, 0, 7, 5000, 1, -1, -1, 9, [], [], []]
+
+
+@pytest.mark.parametrize("busy", [False, True])
+async def test_a_difference_is_found_and_mended(path, busy, monkeypatch):
+    """The store lost one of our calls and holds one that we do not; more than a page of others are right."""
+    monkeypatch.setattr("gateway.ledger.keeper.PAGE_SIZE", 3)
+    async with world(path, 1000) as w, store_proxy(path) as proxy:
+        m = await w.join(proxy.url)
+        asks = [await m.reserve(10) for _ in range(7)]
+        traffic = [asyncio.create_task(_traffic(m)) for _ in range(20 if busy else 0)]
+        owner = w.calls()[asks[0].id]["owner"]
+        assert step(w, owner, ["S", asks[0].id, -1, -1], FOREIGN) == [[b"settled"], [b"grant", b"r0"]]
+        await eventually(lambda: m.healed() == {"settled": 1, "redeclared": 1})
+        for task in traffic:
+            task.cancel()
+        await asyncio.gather(*traffic, return_exceptions=True)
+        await eventually(lambda: w.states() == {ask.id: "reserved" for ask in asks})
+        assert m.lost == []
+        for ask in asks:
+            ask.settle(None, None)
+        await eventually(w.empty)
+        assert m.healed() == {"settled": 1, "redeclared": 1}, "once"
+
+
+async def _traffic(m):
+    """There is always something to send."""
+    while True:
+        ask = m.open(1)
+        try:
+            await ask.granted()
+        finally:
+            ask.settle(None, None)
+
+
+async def test_a_call_that_the_store_has_elsewhere_is_ended_and_counted(path):
+    async with world(path, 100, 100) as w:
+        m = await w.join()
+        ask = await m.reserve(10)
+        ask.replica = "r1" if ask.replica == "r0" else "r0"
+        w.store.hset(w.key("meta"), "run", "another")
+        await eventually(lambda: m.lost == [10])
+        await eventually(w.empty)
+        assert m.healed() == {"error": 1}
+
+
+# -- outages -----------------------------------------------------------------------------------------------------
+
+
+async def _refused(ask):
+    started = time.monotonic()
+    answer = await ask.granted()
+    assert isinstance(answer, Refusal)
+    assert answer.code is Code.STORE_UNAVAILABLE
+    assert answer.retry_ms
+    ask.settle(None, None)
+    return time.monotonic() - started
+
+
+@pytest.mark.parametrize("how", ["refuses", "swallows"])
+async def test_calls_are_held_a_while_then_refused_then_refused_at_once(path, how):
+    async with world(path, 100) as w, store_proxy(path) as proxy:
+        m = await w.join(proxy.url, HoldLimits(0.4, 256, 1 << 20), reply_seconds=0.2)
+        running = await m.reserve(10)
+        if how == "refuses":
+            await proxy.refuse()
+        else:
+            proxy.black_hole = True
+        assert await _refused(m.open(10)) >= 0.4
+        await eventually(lambda: (m.ledger._keeper.away_seconds or 0) > 0.4)
+        assert not m.ledger.ready
+        for _ in range(3):
+            call = m.open(10).granted()
+            with pytest.raises(StopIteration) as answered:
+                call.send(None)  # without waiting for anything
+            assert answered.value.value.code is Code.STORE_UNAVAILABLE
+        assert m.events.count(StoreUp(False)) == 1
+        proxy.black_hole = False
+        if how == "refuses":
+            await proxy.open()
+        back = time.monotonic()
+        await eventually(lambda: m.ledger.ready)
+        assert time.monotonic() - back < 1.5
+        (await m.reserve(10)).settle(None, None)
+        running.settle(None, None)
+        await eventually(w.empty)
+        assert m.lost == []
+
+
+async def test_a_call_that_is_held_is_granted_when_the_store_returns(path):
+    async with world(path, 100) as w, store_proxy(path) as proxy:
+        m = await w.join(proxy.url)
+        await proxy.refuse()
+        await eventually(lambda: not m.ledger.ready)
+        asks = [m.open(10) for _ in range(5)]
+        tasks = [asyncio.create_task(ask.granted()) for ask in asks]
+        await asyncio.sleep(0.1)
+        await proxy.open()
+        assert all(isinstance(answer, Grant) for answer in await asyncio.gather(*tasks))
+        for ask in asks:
+            ask.settle(None, None)
+        await eventually(w.empty)
+
+
+async def test_replies_a_little_late_are_only_slow(path):
+    async with world(path, 100) as w, store_proxy(path) as proxy:
+        m = await w.join(proxy.url)
+        proxy.reply_seconds = 0.3
+        ask = await m.reserve(10)
+        ask.settle(None, None)
+        await eventually(lambda: m.ledger.inflight == 0)
+        assert m.events.count(StoreUp(False)) == 0
+
+
+@pytest.mark.parametrize(
+    ("hold", "bytes_each", "held", "words"),
+    [
+        (HoldLimits(2, 3, 1 << 20), 10, 3, "store.hold_calls_max is 3"),
+        (HoldLimits(2, 100, 1000), 300, 3, "store.hold_bytes_max is 1000"),
+    ],
+)
+@pytest.mark.parametrize("how", ["away", "slow"])
+async def test_few_calls_are_held(path, how, hold, bytes_each, held, words):
+    """Also in the time before a slow store counts as away; a client that left is not held."""
+    async with world(path, 100) as w, store_proxy(path) as proxy:
+        m = await w.join(proxy.url, hold)
+        if how == "away":
+            await proxy.refuse()
+            await eventually(lambda: not m.ledger.ready)
+        else:
+            proxy.reply_seconds = 0.8
+            await eventually(lambda: m.ledger._keeper.slow)
+        asks = [m.open(10, body_bytes=bytes_each) for _ in range(held)]
+        tasks = [asyncio.create_task(ask.granted()) for ask in asks]
+        await asyncio.sleep(0)
+        answer = await m.open(10, body_bytes=bytes_each).granted()
+        assert answer.code is Code.STORE_UNAVAILABLE
+        assert words in answer.message
+        tasks[0].cancel()
+        asks[0].settle(None, None)
+        asks[0] = m.open(10, body_bytes=bytes_each)
+        tasks[0] = asyncio.create_task(asks[0].granted())
+        proxy.reply_seconds = 0.0
+        if how == "away":
+            await proxy.open()
+        assert all(isinstance(answer, Grant) for answer in await asyncio.gather(*tasks))
+        for ask in asks:
+            ask.settle(None, None)
+        await eventually(w.empty)
+
+
+async def test_with_refuse_nothing_is_held(path):
+    async with world(path, 100) as w, store_proxy(path) as proxy:
+        m = await w.join(proxy.url, HoldLimits(0, 256, 1 << 20), reply_seconds=0.2)
+        await proxy.refuse()
+        await eventually(lambda: not m.ledger.ready)
+        call = m.open(10).granted()
+        with pytest.raises(StopIteration) as answered:
+            call.send(None)
+        assert answered.value.value.code is Code.STORE_UNAVAILABLE
+        await proxy.open()
+        await eventually(lambda: m.ledger.ready)
+        (await m.reserve(10)).settle(None, None)
+        await eventually(w.empty)
+
+
+async def test_a_burst_meets_a_slow_store_on_one_connection(path):
+    async with world(path, 100_000) as w, store_proxy(path) as proxy:
+        before = len(w.store.client_list())
+        m = await w.join(proxy.url)
+        proxy.reply_seconds = 0.005
+        asks = [m.open(10) for _ in range(1000)]
+        answers = await asyncio.gather(*(ask.granted() for ask in asks))
+        assert all(isinstance(answer, Grant) for answer in answers)
+        assert len(w.store.client_list()) - before <= 2
+        for ask in asks:
+            ask.settle(None, None)
+        await eventually(w.empty)
+
+
+async def test_calls_that_run_are_not_touched_by_an_outage(path):
+    async with world(path, 100, lease_ms=60_000) as w, store_proxy(path) as proxy:
+        m = await w.join(proxy.url, HOLD, reply_seconds=0.1)
+        asks = [await m.reserve(10) for _ in range(3)]
+        await proxy.refuse()
+        await eventually(lambda: not m.ledger.ready)
+        asks[0].settle(None, None)
+        asks[1].first_token()
+        await proxy.open()
+        await eventually(lambda: w.states() == {ask.id: "reserved" for ask in asks[1:]})
+        for ask in asks[1:]:
+            ask.settle(None, None)
+        await eventually(w.empty)
+        assert m.lost == []
+        assert m.healed() == {}

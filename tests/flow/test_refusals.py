@@ -1,0 +1,157 @@
+"""Refusals that are certain are given before tokens are counted, and the store's own for a moment without asking it."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from gateway.core.events import CallEnded
+from gateway.core.outcomes import Code, Outcome
+from gateway.ledger.api import Reservation
+from tests.flow.driver import Visitor
+from tests.flow.world import World, admission, chat, gateway
+
+NOWHERE = "http://127.0.0.1:9"
+"""No call here gets as far as its engine."""
+
+
+class Uncalled:
+    """A counter for calls whose tokens must not be counted."""
+
+    async def count(self, texts: object) -> int:
+        raise AssertionError("tokens were counted")
+
+
+class Clock:
+    """The ledger's monotonic clock, which a test stops and moves by hand."""
+
+    def __init__(self) -> None:
+        self.stopped_at: float | None = None
+
+    def __call__(self) -> float:
+        return time.monotonic() if self.stopped_at is None else self.stopped_at
+
+    def stop(self) -> None:
+        self.stopped_at = time.monotonic()
+
+    def go_on(self) -> None:
+        self.stopped_at = None
+
+    def advance(self, seconds: float) -> None:
+        assert self.stopped_at is not None
+        self.stopped_at += seconds
+
+
+async def test_a_hopeless_call_is_refused_on_its_bytes(store_url: str) -> None:
+    body = chat(messages=[{"role": "user", "content": "word " * 400_000}])
+    async with gateway(store_url, {"a": NOWHERE}, counter=Uncalled()) as world:
+        visitor = await world.visit(body)
+        assert (visitor.status, visitor.json["error"]["code"]) == (400, "context_length_exceeded")
+        assert visitor.header("x-should-retry") == "false"
+        assert visitor.header("retry-after") is None
+        assert world.only_end().outcome is Outcome.REFUSED
+        await world.quiet()
+
+
+@asynccontextmanager
+async def full_queue(
+    store_url: str, clock: Clock
+) -> AsyncIterator[tuple[World, list[int], Callable[[], None]]]:
+    """A fleet whose one place in the queue is taken, a list that grows with every call that asks the store, and what
+    gives some blocks back, too few for the one that waits."""
+    async with gateway(store_url, {"a": NOWHERE}, queue_max=1, now=clock) as world:
+        ledger, asked = world.ledger, []
+        release, release_some = await world.hold(900), await world.hold(100)
+        waiting = ledger.open(admission(200), lambda: None)
+        waiter = asyncio.create_task(waiting.granted())
+        await world.queued(1)
+        clock.stop()
+
+        def noted(*arguments: Any) -> Reservation:
+            asked.append(1)
+            return type(ledger).open(ledger, *arguments)
+
+        ledger.open = noted  # type: ignore[assignment]
+        yield world, asked, release_some
+        del ledger.open
+        clock.go_on()
+        release()
+        release_some()
+        await waiter
+        waiting.settle(None, None)
+        await world.quiet()
+
+
+async def refused(world: World) -> Visitor:
+    visitor = await world.visit(chat())
+    assert (visitor.status, visitor.json["error"]["code"]) == (429, "queue_full")
+    assert visitor.header("retry-after") is not None
+    return visitor
+
+
+def is_cached(visitor: Visitor) -> bool:
+    return visitor.header("x-kvgate-refused-by") == "cache"
+
+
+async def test_queue_full_is_repeated_for_50_ms_without_asking(store_url: str) -> None:
+    clock = Clock()
+    async with full_queue(store_url, clock) as (world, asked, _):
+        assert not is_cached(await refused(world))
+        counted = world.counter.counts
+        clock.advance(0.009)
+        assert is_cached(await refused(world))
+        assert (len(asked), world.counter.counts) == (1, counted)
+        clock.advance(0.051)
+        assert not is_cached(await refused(world))
+        assert len(asked) == 2
+        ended = [fact for fact in world.facts if isinstance(fact, CallEnded)]
+        assert {(end.outcome, end.reason) for end in ended} == {(Outcome.REFUSED, Code.QUEUE_FULL)}
+
+
+async def test_an_old_answer_is_not_repeated_while_a_probe_is_on_its_way(store_url: str) -> None:
+    clock = Clock()
+    async with full_queue(store_url, clock) as (world, asked, _):
+        await refused(world)
+        clock.advance(0.045)
+        assert world.ledger.known_refusal(["short"], "normal") is None
+        clock.advance(0.004)
+        assert is_cached(await refused(world))
+        clock.advance(0.002)
+        assert not is_cached(await refused(world))
+        assert len(asked) == 2
+
+
+async def test_one_call_in_10_ms_asks_all_the_same(store_url: str) -> None:
+    clock = Clock()
+    async with full_queue(store_url, clock) as (world, asked, _):
+        await refused(world)
+        for probes in (2, 3, 4):
+            clock.advance(0.0101)
+            assert not is_cached(await refused(world))
+            assert is_cached(await refused(world))
+            assert len(asked) == probes
+
+
+async def test_a_settle_of_this_process_ends_the_memory(store_url: str) -> None:
+    clock = Clock()
+    async with full_queue(store_url, clock) as (world, asked, release_some):
+        await refused(world)
+        assert is_cached(await refused(world))
+        release_some()
+        await refused(world)
+        assert len(asked) == 2
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_queue_timeout_is_a_status(store_url: str, stream: bool) -> None:
+    async with gateway(store_url, {"a": NOWHERE}, wait_ms=30) as world:
+        release = await world.hold(1000)
+        visitor = await world.visit(chat(stream=stream))
+        assert (visitor.status, visitor.json["error"]["code"]) == (429, "queue_timeout")
+        end = world.only_end()
+        assert (end.outcome, end.reason, end.refusal_ms) == (Outcome.REFUSED, Code.QUEUE_TIMEOUT, None)
+        release()
+        await world.quiet()
