@@ -22,7 +22,7 @@ from gateway.core.prompt import Prompt, PromptTokens
 from gateway.core.request import forward
 from gateway.core.route import candidate_lanes, hopeless, route
 from gateway.ledger.api import Grant, Reservation
-from gateway.tokens.api import Counter
+from gateway.tokens.api import Counted, Counter
 from gateway.upstream.api import Upstream, UpstreamFailed, UpstreamRequest
 
 ATTEMPTS_MAX = 2
@@ -81,13 +81,16 @@ class Flow:
         if refusal:
             return refusal
         counts = [await self._count(prompt, shape.token_factor) for prompt in request.prompts]
-        return route(shape, request, counts, limits)
+        demand = route(shape, request, [counted.tokens for counted in counts], limits)
+        if isinstance(demand, Refusal) and not all(counted.exact for counted in counts):
+            return Refusal(Code.CAPACITY_EXCEEDED, "too many long prompts are being counted at once", retry_ms=1000)
+        return demand
 
-    async def _count(self, prompt: Prompt, factor: float) -> int:
+    async def _count(self, prompt: Prompt, factor: float) -> Counted:
         if isinstance(prompt, PromptTokens):
-            return prompt.tokens
+            return Counted(prompt.tokens, exact=True)
         counted = await self._counter.count(prompt.texts)
-        return prompt_tokens(prompt, counted, factor)
+        return Counted(prompt_tokens(prompt, counted.tokens, factor), counted.exact)
 
     # -- stream --------------------------------------------------------------------------------------------------
 

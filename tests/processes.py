@@ -20,6 +20,8 @@ from gateway.ledger.embedded import EmbeddedStore
 
 START_SECONDS = 15.0
 ADMIN_TOKEN = "admin-token-of-the-tests"
+QUICK_STORE = {"heartbeat_seconds": 0.2}
+"""The gate of an empty store opens after two heartbeats."""
 
 
 def free_port() -> int:

@@ -1,10 +1,16 @@
 """Counting prompt tokens."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
+
+
+class Counted(NamedTuple):
+    tokens: int
+    exact: bool
+    """False where bytes had to stand for tokens, because too much was being counted: too many, never too few."""
 
 
 class Counter(Protocol):
-    async def count(self, texts: Sequence[str]) -> int:
+    async def count(self, texts: Sequence[str]) -> Counted:
         """Tokens of all texts together.  Long texts are counted off the event loop; special tokens count as text."""
         ...

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import tiktoken
 
-from gateway.tokens.api import Counter
+from gateway.tokens.api import Counted, Counter
 
 VOCABULARY = Path(__file__).parent / "data" / "cl100k_base.tiktoken"
 VOCABULARY_SHA256 = "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7"
@@ -57,12 +57,12 @@ class TiktokenCounter(Counter):
         self._places = threading.BoundedSemaphore(JOBS_MAX)
         self._closed = threading.Event()
 
-    async def count(self, texts: Sequence[str]) -> int:
+    async def count(self, texts: Sequence[str]) -> Counted:
         """Tokens of all texts together."""
         if len(texts) + sum(map(len, texts)) <= INLINE_CHARS:
-            return sum(map(self._count_piece, texts))
+            return Counted(sum(map(self._count_piece, texts)), exact=True)
         if self._closed.is_set() or not self._places.acquire(blocking=False):
-            return sum(map(utf8_bytes, texts))
+            return Counted(sum(map(utf8_bytes, texts)), exact=False)
         stop = threading.Event()
         job = self._threads.submit(self._count_pieces, texts, self._clock() + COUNT_SECONDS_MAX, stop)
         job.add_done_callback(lambda _: self._places.release())
@@ -77,14 +77,15 @@ class TiktokenCounter(Counter):
         self._closed.set()
         self._threads.shutdown(wait=False)
 
-    def _count_pieces(self, texts: Sequence[str], deadline: float, stop: threading.Event) -> int:
-        total = 0
+    def _count_pieces(self, texts: Sequence[str], deadline: float, stop: threading.Event) -> Counted:
+        total, exact = 0, True
         for piece, times in Tally(_pieces(texts)).items():
             if stop.is_set():
                 break
             late = self._closed.is_set() or self._clock() >= deadline
+            exact = exact and not late
             total += times * (utf8_bytes(piece) if late else self._count_piece(piece))
-        return total
+        return Counted(total, exact)
 
     def _count_piece(self, piece: str) -> int:
         return len(self._encoding.encode_ordinary(piece))

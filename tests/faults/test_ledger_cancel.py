@@ -27,6 +27,7 @@ async def leave(ask, task):
 async def nothing_left(w, m):
     await eventually(lambda: w.empty() and m.ledger.inflight == 0)
     assert m.healed() == {}, "no digest had to find it"
+    assert m.ledger.digest() == ["H", 0, 0]
 
 
 async def test_before_the_admit_was_sent(path):
@@ -197,6 +198,7 @@ async def test_survivors_of_two_thousand_cancellations_hold_their_own(path):
         assert {id_: (c["key"], c["blocks"], c["state"]) for id_, c in calls.items()} == {
             asks[i].id: (f"k{i}", 1 + i, "reserved") for i in granted
         }
+        assert m.ledger.digest() == ["H", len(granted), sum(int(asks[i].id, 16) for i in granted) % 2**48]
         proxy.reply_seconds = 0.0
         for i in granted:
             asks[i].settle(None, None)

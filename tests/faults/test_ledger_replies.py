@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from gateway.ledger.api import Grant
+from gateway.ledger.connection import Connection, StoreAway
 from gateway.ledger.scripts import load
 from tests.faults.proxy import store_proxy
 from tests.integration.ledger_world import eventually, running_store, world
@@ -106,6 +107,25 @@ async def test_the_reply_to_a_hello_is_lost(path):
 
 def _session_of(w, ask):
     return w.rows("sessions", "session").get(w.calls()[ask.id]["owner"], {})
+
+
+async def test_nothing_is_sent_again_behind_the_batch_numbers(tmp_path):
+    """A connection that breaks is one attempt; what is tried again is for the keeper to say."""
+    attempts = []
+
+    async def break_off(reader, writer):
+        attempts.append(await reader.read(1))
+        writer.close()
+
+    server = await asyncio.start_unix_server(break_off, tmp_path / "s")
+    connection = Connection(f"unix://{tmp_path}/s", "f", lambda event: None)
+    with pytest.raises(StoreAway):
+        await connection.open()
+    with pytest.raises(StoreAway):
+        await connection.evaluate("step")
+    server.close()
+    await server.wait_closed()
+    assert attempts == [b"*"]
 
 
 async def test_a_late_copy_of_an_admit_does_nothing_after_its_settle(path):

@@ -310,7 +310,8 @@ async def test_a_difference_is_found_and_mended(path, busy, monkeypatch):
     async with world(path, 1000) as w, store_proxy(path) as proxy:
         m = await w.join(proxy.url)
         asks = [await m.reserve(10) for _ in range(7)]
-        traffic = [asyncio.create_task(_traffic(m)) for _ in range(20 if busy else 0)]
+        traffic = [asyncio.create_task(_traffic(m, i / 1000)) for i in range(10 if busy else 0)]
+        proxy.reply_seconds = 0.005
         owner = w.calls()[asks[0].id]["owner"]
         assert step(w, owner, ["S", asks[0].id, -1, -1], FOREIGN) == [[b"settled"], [b"grant", b"r0"]]
         await eventually(lambda: m.healed() == {"settled": 1, "redeclared": 1})
@@ -325,12 +326,13 @@ async def test_a_difference_is_found_and_mended(path, busy, monkeypatch):
         assert m.healed() == {"settled": 1, "redeclared": 1}, "once"
 
 
-async def _traffic(m):
-    """There is always something to send."""
+async def _traffic(m, pause_seconds):
+    """Several, each of another rhythm, leave something to send whenever a reply comes."""
     while True:
         ask = m.open(1)
         try:
             await ask.granted()
+            await asyncio.sleep(pause_seconds)
         finally:
             ask.settle(None, None)
 

@@ -18,6 +18,7 @@ from gateway.core.outcomes import Code, Outcome
 from gateway.mock.engine import EngineConfig
 from gateway.mock.journal import State
 from gateway.upstream.client import UpstreamLimits
+from gateway.tokens.api import Counted
 from tests.flow.driver import Visitor
 from tests.flow.engines import (
     DONE,
@@ -331,7 +332,7 @@ async def test_a_compressed_answer_arrives_plain(store_url: str) -> None:
 class Exploding:
     """A counter that fails inside the gateway."""
 
-    async def count(self, texts: object) -> int:
+    async def count(self, texts: object) -> Counted:
         raise RuntimeError("not a tokenizer")
 
 

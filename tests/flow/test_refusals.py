@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 from gateway.core.events import CallEnded
 from gateway.core.outcomes import Code, Outcome
 from gateway.ledger.api import Reservation
+from gateway.tokens.api import Counted
 from tests.flow.driver import Visitor
 from tests.flow.world import World, admission, chat, gateway
 
@@ -21,7 +22,7 @@ NOWHERE = "http://127.0.0.1:9"
 class Uncalled:
     """A counter for calls whose tokens must not be counted."""
 
-    async def count(self, texts: object) -> int:
+    async def count(self, texts: object) -> Counted:
         raise AssertionError("tokens were counted")
 
 
@@ -155,3 +156,19 @@ async def test_a_queue_timeout_is_a_status(store_url: str, stream: bool) -> None
         assert (end.outcome, end.reason, end.refusal_ms) == (Outcome.REFUSED, Code.QUEUE_TIMEOUT, None)
         release()
         await world.quiet()
+
+
+class Overrun:
+    """A counter with too much to count: bytes stand for tokens."""
+
+    async def count(self, texts: Sequence[str]) -> Counted:
+        return Counted(sum(map(len, texts)), exact=False)
+
+
+async def test_a_call_is_not_called_hopeless_by_an_estimate_of_bytes(store_url: str) -> None:
+    """While too much is being counted, what only its bytes forbid may come again."""
+    body = chat(messages=[{"role": "user", "content": "word " * 20_000}])
+    async with gateway(store_url, {"a": NOWHERE}, counter=Overrun()) as world:
+        visitor = await world.visit(body)
+    assert (visitor.status, visitor.json["error"]["code"]) == (429, "capacity_exceeded")
+    assert visitor.header("retry-after") == "1"

@@ -14,7 +14,7 @@ from gateway.http.auth import Key, Keyring, anonymous
 from gateway.http.proxy import Calls, ClassTerms, EdgeSettings, Proxy
 from gateway.ledger.api import Admission
 from gateway.ledger.valkey import HoldLimits, ValkeyLedger
-from gateway.tokens.api import Counter
+from gateway.tokens.api import Counted, Counter
 from gateway.upstream.client import AiohttpUpstream, UpstreamLimits
 from gateway.upstream.engines import FleetPlan, WatchedEngines
 from gateway.upstream.fleet import ReplicaShape, ReplicaSpec, ReplicaState
@@ -35,10 +35,10 @@ class WordCounter:
     def __init__(self) -> None:
         self.counts = 0
 
-    async def count(self, texts: Sequence[str]) -> int:
+    async def count(self, texts: Sequence[str]) -> Counted:
         self.counts += 1
         await asyncio.sleep(0)
-        return sum(len(text.split()) for text in texts)
+        return Counted(sum(len(text.split()) for text in texts), exact=True)
 
 
 class Replicas:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.processes import GatewayProcess, Mock, World
+from tests.processes import QUICK_STORE, GatewayProcess, Mock, World
 from tests.wire import Answer, Wire, blocks_of, completion, post, soon
 
 pytestmark = pytest.mark.usefixtures("hang_up")
@@ -41,8 +41,12 @@ class Crowd:
         body = completion(PROMPT_TOKENS, OUTPUT_TOKENS, hold_seconds=hold_seconds, output_tokens=1)
         request = post(self.gateways[0].key, body)
         tasks = [asyncio.create_task(wire.ask(request)) for wire in self.wires]
-        await soon(lambda: sum(t.done() for t in tasks) >= CALLS - PLACES, "all others are refused", JUDGED_SECONDS)
-        await soon(lambda: self.mock.log()["received"] >= PLACES, "the engine has the admitted ones", JUDGED_SECONDS)
+        await soon(
+            lambda: sum(t.done() for t in tasks) >= CALLS - PLACES, "all others are refused", JUDGED_SECONDS
+        )
+        await soon(
+            lambda: self.mock.log()["received"] >= PLACES, "the engine has the admitted ones", JUDGED_SECONDS
+        )
         return tasks
 
     async def round(self, code: str, answered: bool) -> None:
@@ -78,7 +82,8 @@ class Crowd:
 
 def start(world: World, processes: int, blocks: int, key: dict[str, Any]) -> Crowd:
     mock = world.mock("--blocks", str(blocks + 1), "--step-base-ms", "1")
-    config, (secret,) = world.config([{"name": "only", "replicas": [mock.url]}], key, queue={"depth_max": 0})
+    pools = [{"name": "only", "replicas": [mock.url]}]
+    config, (secret,) = world.config(pools, key, queue={"depth_max": 0}, store=QUICK_STORE)
     gateways = [world.gateway(config, secret, wait=False) for _ in range(processes)]
     for gateway in gateways:
         gateway.wait_ready()

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from tests.processes import GatewayProcess, Mock, World, world
+from tests.processes import QUICK_STORE, GatewayProcess, Mock, World, world
 from tests.wire import Wire, ask, completion, post, soon
 
 pytestmark = pytest.mark.usefixtures("hang_up")
 
 ABORT_SECONDS = 1.0
 QUIET_SECONDS = 2.0
-CANCELLED = re.compile(r'^kvgate_admission_requests_total\{(.*)\} ([0-9.]+)$', re.MULTILINE)
+CANCELLED = re.compile(r"^kvgate_admission_requests_total\{(.*)\} ([0-9.]+)$", re.MULTILINE)
 
 Leave = Callable[[Wire], None]
 LEAVES: tuple[Leave, ...] = (Wire.close, Wire.reset)
@@ -55,7 +55,7 @@ async def expect_own_answer(gateway: GatewayProcess, output_tokens: int = 3) -> 
 def silent() -> Iterator[tuple[GatewayProcess, Mock]]:
     with world() as here:
         mock = here.mock()
-        config, (key,) = here.config([{"name": "only", "replicas": [mock.url]}])
+        config, (key,) = here.config([{"name": "only", "replicas": [mock.url]}], store=QUICK_STORE)
         yield here.gateway(config, key), mock
 
 
@@ -110,12 +110,16 @@ def pair() -> Iterator[tuple[GatewayProcess, Mock, Mock]]:
     """Two replicas; a call goes to the first one, which has more room."""
     with world() as here:
         roomy, tight = here.mock("--blocks", "3001"), here.mock("--blocks", "2001")
-        config, (key,) = here.config([{"name": "only", "replicas": [roomy.url, tight.url]}])
+        config, (key,) = here.config(
+            [{"name": "only", "replicas": [roomy.url, tight.url]}], store=QUICK_STORE
+        )
         yield here.gateway(config, key), roomy, tight
 
 
 @leaves
-async def test_leaving_while_the_second_attempt_runs(pair: tuple[GatewayProcess, Mock, Mock], leave: Leave) -> None:
+async def test_leaving_while_the_second_attempt_runs(
+    pair: tuple[GatewayProcess, Mock, Mock], leave: Leave
+) -> None:
     gateway, roomy, tight = pair
     reset(roomy, tight)
     roomy.fail("status:503")
@@ -129,7 +133,9 @@ async def test_leaving_while_the_second_attempt_runs(pair: tuple[GatewayProcess,
 
 
 @leaves
-async def test_leaving_while_the_second_attempt_waits(pair: tuple[GatewayProcess, Mock, Mock], leave: Leave) -> None:
+async def test_leaving_while_the_second_attempt_waits(
+    pair: tuple[GatewayProcess, Mock, Mock], leave: Leave
+) -> None:
     """The other replica is full: the call moved into the queue after its first attempt failed."""
     gateway, roomy, tight = pair
     reset(roomy, tight)
@@ -160,7 +166,7 @@ def reset(*mocks: Mock) -> None:
 
 async def test_leaving_the_queue(new_world: World) -> None:
     mock = new_world.mock("--blocks", "101")
-    config, (key,) = new_world.config([{"name": "only", "replicas": [mock.url]}])
+    config, (key,) = new_world.config([{"name": "only", "replicas": [mock.url]}], store=QUICK_STORE)
     gateway = new_world.gateway(config, key)
     runs = await start(gateway, completion(400, 1200, stream=True))
     await soon(lambda: mock.log()["started"], "the first one runs", 5)
@@ -234,7 +240,10 @@ class Door:
             pipe.add_done_callback(self._pipes.discard)
 
     async def _join(self, connection: socket.socket) -> None:
-        outer, inner = await asyncio.open_connection(sock=connection), await asyncio.open_connection(*self._engine)
+        outer, inner = (
+            await asyncio.open_connection(sock=connection),
+            await asyncio.open_connection(*self._engine),
+        )
         try:
             await asyncio.gather(copy(outer[0], inner[1]), copy(inner[0], outer[1]))
         finally:
@@ -262,7 +271,8 @@ async def door_to(mock: Mock, backlog: int) -> AsyncIterator[Door]:
 
 async def gateway_behind(here: World, door: Door) -> GatewayProcess:
     """Its limits are far away: what ends a call here is its client's leaving."""
-    config, (key,) = here.config([{"name": "only", "replicas": [door.url]}], upstream={"connect_seconds": 60})
+    pools = [{"name": "only", "replicas": [door.url]}]
+    config, (key,) = here.config(pools, upstream={"connect_seconds": 60}, store=QUICK_STORE)
     return await asyncio.to_thread(here.gateway, config, key)
 
 

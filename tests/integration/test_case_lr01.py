@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.processes import GatewayProcess, Mock, World
+from tests.processes import QUICK_STORE, GatewayProcess, Mock, World
 from tests.wire import Answer, Wire, ask, blocks_of, completion, post, soon
 
 pytestmark = pytest.mark.usefixtures("hang_up")
@@ -27,7 +27,9 @@ def one_place(world: World, kind: str) -> tuple[GatewayProcess, Mock]:
     usable = BLOCKS if kind == "budget" else 10 * BLOCKS
     limits: dict[str, Any] = {"limits": {"requests_max": 1}} if kind == "requests_max" else {}
     mock = world.mock("--blocks", str(usable + 1), "--step-base-ms", "1")
-    config, (key,) = world.config([{"name": "only", "replicas": [mock.url]}], limits, queue=NO_QUEUE)
+    config, (key,) = world.config(
+        [{"name": "only", "replicas": [mock.url]}], limits, queue=NO_QUEUE, store=QUICK_STORE
+    )
     return world.gateway(config, key), mock
 
 
@@ -52,7 +54,9 @@ class Rounds:
             await soon(self.engine_is_done, "the engine has ended the call before", 5)
             self.mock.reset()
             await moment()
-            await soon(self.gateway.is_quiet, f"round {number}: quiet after leaving {moment.__name__}", QUIET_SECONDS)
+            await soon(
+                self.gateway.is_quiet, f"round {number}: quiet after leaving {moment.__name__}", QUIET_SECONDS
+            )
             self.check_engine(number, moment.__name__)
             answer = await self.normal_call()
             assert answer.status == 200, (number, moment.__name__, answer)
@@ -73,7 +77,9 @@ class Rounds:
 
     async def stream(self, **script: Any) -> Wire:
         wire = await Wire.open(self.gateway.url)
-        await wire.send(post(self.gateway.key, completion(PROMPT_TOKENS, OUTPUT_TOKENS, stream=True, **script)))
+        await wire.send(
+            post(self.gateway.key, completion(PROMPT_TOKENS, OUTPUT_TOKENS, stream=True, **script))
+        )
         return wire
 
     async def at_any_time(self) -> None:

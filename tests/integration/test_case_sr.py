@@ -87,16 +87,13 @@ def test_sr03_a_closed_network_in_a_namespace_of_its_own(tmp_path: Path) -> None
     cache = tmp_path / "cache"
     cache.mkdir()
     program = (
-        "import json, sys, pathlib; from tests.integration.test_case_sr import first_request;"
+        "import json, pathlib, sys; sys.path.append(sys.argv[2]);"
+        "from tests.integration.test_case_sr import first_request;"
         "print(json.dumps(first_request(pathlib.Path(sys.argv[1]))))"
     )
-    root = Path(__file__).parents[2]
-    environ = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH")))),
-    }
-    command = [*CLOSED, sys.executable, "-c", program, str(cache)]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=50, check=False)
+    root = str(Path(__file__).parents[2])
+    command = [*CLOSED, sys.executable, "-c", program, str(cache), root]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["status"] == 200

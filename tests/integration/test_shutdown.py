@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gateway.ledger.state import read_state
-from tests.processes import GatewayProcess, Mock, World
+from tests.processes import QUICK_STORE, GatewayProcess, Mock, World
 from tests.wire import Answer, Wire, ask, completion, post, soon
 
 pytestmark = pytest.mark.usefixtures("hang_up")
@@ -44,7 +44,8 @@ async def open_stream(gateway: GatewayProcess, body: dict[str, Any]) -> Wire:
 
 def one_pool(world: World, **settings: Any) -> tuple[Mock, Path, str]:
     mock = world.mock(*ENGINE)
-    config, (key,) = world.config([{"name": "only", "replicas": [mock.url]}], **settings)
+    store = QUICK_STORE | settings.pop("store", {})
+    config, (key,) = world.config([{"name": "only", "replicas": [mock.url]}], store=store, **settings)
     return mock, config, key
 
 
@@ -143,7 +144,7 @@ def is_ready(gateway: GatewayProcess) -> bool:
 async def test_killed_beside_another(new_world: World) -> None:
     """What the killed one held comes back when its lease is over, and goes to who waits at the other."""
     lease_seconds = 2
-    mock, config, key = one_pool(new_world, store={"lease_seconds": lease_seconds, "heartbeat_seconds": 0.5})
+    mock, config, key = one_pool(new_world, store={"lease_seconds": lease_seconds})
     killed, other = new_world.gateway(config, key), new_world.gateway(config, key)
     lost = [await open_stream(killed, half()) for _ in range(2)]
     lost_in_queue = await send(killed, half())
@@ -181,7 +182,7 @@ def is_alive(pid: int) -> bool:
 async def test_workers(new_world: World) -> None:
     """Two share the port and the budget; a killed one is replaced; one signal ends all."""
     mock = new_world.mock(*ENGINE)
-    short_lease = {"url": "embedded", "lease_seconds": 2, "heartbeat_seconds": 0.5}
+    short_lease = QUICK_STORE | {"url": "embedded", "lease_seconds": 2}
     pools = [{"name": "only", "replicas": [mock.url]}]
     config, (key,) = new_world.config(pools, store=short_lease, queue={"depth_max": 0})
     gateway = new_world.gateway(config, key, "--workers", "2")
@@ -190,7 +191,9 @@ async def test_workers(new_world: World) -> None:
 
     killed, kept = sorted(workers_of(gateway))
     os.kill(killed, signal.SIGKILL)
-    await soon(lambda: kept in workers_of(gateway) and len(workers_of(gateway) - {killed}) == 2, "replaced", 5)
+    await soon(
+        lambda: kept in workers_of(gateway) and len(workers_of(gateway) - {killed}) == 2, "replaced", 5
+    )
     await soon(gateway.is_quiet, "the store has nothing of the killed one", 5)
     await rush(gateway)
 

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.processes import ADMIN_TOKEN, GatewayProcess, Mock, World
+from tests.processes import ADMIN_TOKEN, QUICK_STORE, GatewayProcess, Mock, World
 from tests.wire import Wire, blocks_of, completion, post, soon
 
 pytestmark = pytest.mark.usefixtures("hang_up")
@@ -148,7 +148,9 @@ def preemptions(mock: Mock) -> float:
 
 def start(world: World, pools: list[dict[str, Any]]) -> tuple[list[GatewayProcess], list[str]]:
     """Two processes on one store, and the keys of four callers."""
-    config, keys = world.config(pools, *({} for _ in range(KEYS)), queue={"seconds_max": 120})
+    config, keys = world.config(
+        pools, *({} for _ in range(KEYS)), queue={"seconds_max": 120}, store=QUICK_STORE
+    )
     gateways = [world.gateway(config, keys[0], wait=False) for _ in range(2)]
     return [gateway.wait_ready() for gateway in gateways], keys
 
@@ -165,7 +167,9 @@ async def test_storm_over_one_engine(new_world: World) -> None:
     assert preemptions(behind) == 0
     assert watch.average("only") >= UTILISATION
     half = storm.seconds / 2
-    assert min(storm.keys_by(half).values()) >= storm.finished_by(half) / KEYS / 2, "no key has to wait for others"
+    assert min(storm.keys_by(half).values()) >= storm.finished_by(half) / KEYS / 2, (
+        "no key has to wait for others"
+    )
     await soon(lambda: all(gateway.is_quiet() for gateway in gateways), "nothing is held", 2)
 
     without = Storm([bare.url], ["none"] * KEYS)
@@ -175,6 +179,22 @@ async def test_storm_over_one_engine(new_world: World) -> None:
     assert preemptions(bare) > 0
     for moment in (half, storm.seconds):
         assert storm.finished_by(moment) >= without.finished_by(moment)
+
+
+async def test_exact_fit(new_world: World) -> None:
+    """Of equal calls that grow side by side as many run as fill the engine to its last block.
+
+    One token less charged would let 63 run instead of 51, and the engine preempt.
+    """
+    mock = new_world.mock(*ENGINE)
+    gateways, keys = start(new_world, [{"name": "only", "replicas": [mock.url]}])
+    size = Size(prompt_tokens=100, max_tokens=30, stream=False, key=0)
+    assert (size.blocks, (100 + 30 - 1) % BLOCK_SIZE, USABLE % size.blocks) == (5, 1, 0)
+    storm = Storm([gateways[0].url], keys)
+    async with watched(gateways[0]) as watch:
+        await storm.blow([size] * 80)
+    assert preemptions(mock) == 0
+    assert max(watch.shares["only"]) == 1.0
 
 
 async def test_storm_over_two_pools(new_world: World) -> None:

@@ -140,7 +140,7 @@ def test_the_state_of_the_store_becomes_gauges() -> None:
         "gone-too": {"limit": 0, "reserved": 6},
     }
     queue = {"short": {"normal": 4, "renamed": 1, "older": 2}}
-    source.set_state("llama", {"pools": {"short": {"replicas": replicas}}, "leases": 3, "queue": queue})
+    source.set_state("llama", {"pools": {"short": {"replicas": replicas}}, "leases": 3, "queued": queue})
     place = {"fleet": "llama", "pool": "short"}
     assert value(source, "kvgate_reserved_blocks", replica="s0", **place) == 130
     assert value(source, "kvgate_limit_blocks", replica="s1", **place) == 100
@@ -155,12 +155,12 @@ def test_the_state_of_the_store_becomes_gauges() -> None:
     "state",
     [
         {},
-        {"pools": None, "queue": None},
+        {"pools": None, "queued": None},
         {"pools": {"short": None}, "queued": {"short": None}},
         {"pools": {"short": {}}, "queued": {"short": {"low": None}}},
         {"pools": {"short": {"replicas": {"s0": None, "s1": {}}}}},
         {"pools": {"short": {"replicas": {"s0": {"limit": None, "reserved": "?"}}}}},
-        {"pools": [], "queue": 3},
+        {"pools": [], "queued": 3},
     ],
 )
 def test_what_the_state_lacks_is_left_out(state: dict[str, Any]) -> None:

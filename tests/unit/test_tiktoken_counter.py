@@ -32,6 +32,10 @@ def counter() -> Iterator[TiktokenCounter]:
     counter.close()
 
 
+async def tokens_of(counter: TiktokenCounter, texts: list[str]) -> int:
+    return (await counter.count(texts)).tokens
+
+
 class Gate:
     """Holds every count that is off the loop until it is opened."""
 
@@ -60,12 +64,12 @@ class Gate:
     ],
 )
 async def test_known_counts_of_cl100k(counter: TiktokenCounter, text: str, tokens: int) -> None:
-    assert await counter.count([text]) == tokens
+    assert await tokens_of(counter, [text]) == tokens
 
 
 async def test_texts_are_counted_together(counter: TiktokenCounter) -> None:
-    assert await counter.count(["hello world", "hello world"]) == 4
-    assert await counter.count([]) == 0
+    assert await tokens_of(counter, ["hello world", "hello world"]) == 4
+    assert await tokens_of(counter, []) == 0
 
 
 async def test_no_network_is_ever_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,8 +79,8 @@ async def test_no_network_is_ever_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "create_connection", forbidden)
     monkeypatch.setattr(socket, "socket", forbidden)
     counter = TiktokenCounter()
-    assert await counter.count(["hello world"]) == 2
-    assert await counter.count([LONG]) > 9000
+    assert await tokens_of(counter, ["hello world"]) == 2
+    assert await tokens_of(counter, [LONG]) > 9000
     counter.close()
 
 
@@ -84,18 +88,18 @@ async def test_no_network_is_ever_used(monkeypatch: pytest.MonkeyPatch) -> None:
     "text", ["<|endoftext|>", "<|fim_prefix|>", "<|im_start|>system", "<|endofprompt|>" * 1000]
 )
 async def test_special_tokens_are_ordinary_text(counter: TiktokenCounter, text: str) -> None:
-    assert await counter.count([text]) >= text.count("<|") * 3
+    assert await tokens_of(counter, [text]) >= text.count("<|") * 3
 
 
 @pytest.mark.parametrize("text", ["\ud800", "a\udfff" * 5000, "\x00", "\u2028" * 5000])
 async def test_odd_characters_do_not_raise(counter: TiktokenCounter, text: str) -> None:
-    assert 0 < await counter.count([text]) <= utf8_bytes(text)
+    assert 0 < await tokens_of(counter, [text]) <= utf8_bytes(text)
 
 
 @pytest.mark.parametrize("text", ["a" * 50_000, " " * 50_000, "😀" * 20_000, LONG])
 async def test_pieces_count_as_the_whole_give_or_take_a_cut(counter: TiktokenCounter, text: str) -> None:
     whole = len(load_encoding(VOCABULARY).encode_ordinary(text))
-    assert abs(await counter.count([text]) - whole) <= len(text) // PIECE_CHARS + 1
+    assert abs(await tokens_of(counter, [text]) - whole) <= len(text) // PIECE_CHARS + 1
 
 
 async def test_short_texts_are_counted_on_the_loop_and_long_ones_off_it(
@@ -120,7 +124,7 @@ async def test_equal_pieces_are_counted_once(
 ) -> None:
     gate = Gate(counter, monkeypatch)
     gate.open.set()
-    assert await counter.count(["a" * PIECE_CHARS * 100]) == 100 * PIECE_CHARS // 8
+    assert await tokens_of(counter, ["a" * PIECE_CHARS * 100]) == 100 * PIECE_CHARS // 8
     assert gate.pieces == 1
 
 
@@ -130,10 +134,10 @@ async def test_beyond_the_bound_bytes_are_the_estimate(
     gate = Gate(counter, monkeypatch)
     waiting = [asyncio.create_task(counter.count([LONG])) for _ in range(JOBS_MAX)]
     await asyncio.sleep(0)
-    assert await counter.count(["é" * 5000]) == 10_000
+    assert await counter.count(["é" * 5000]) == (10_000, False)
     gate.open.set()
-    assert len(set(await asyncio.gather(*waiting))) == 1
-    assert await counter.count([LONG]) < len(LONG) / 3
+    assert {counted.exact for counted in await asyncio.gather(*waiting)} == {True}
+    assert await tokens_of(counter, [LONG]) < len(LONG) / 3
 
 
 async def test_what_is_late_is_estimated_by_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +149,8 @@ async def test_what_is_late_is_estimated_by_its_bytes(monkeypatch: pytest.Monkey
     now = tiktoken_counter.COUNT_SECONDS_MAX
     gate.open.set()
     counted = await task
-    assert len(LONG) - PIECE_CHARS < counted <= len(LONG)
+    assert len(LONG) - PIECE_CHARS < counted.tokens <= len(LONG)
+    assert not counted.exact
     counter.close()
 
 
@@ -160,11 +165,11 @@ async def test_a_cancelled_count_stops_at_its_next_piece_and_gives_its_place_bac
     assert all(
         isinstance(r, asyncio.CancelledError) for r in await asyncio.gather(*tasks, return_exceptions=True)
     )
-    assert await counter.count([LONG]) == len(LONG)  # what waits for a thread still holds its place
+    assert await tokens_of(counter, [LONG]) == len(LONG)  # what waits for a thread still holds its place
     gate.open.set()
     await asyncio.gather(*(asyncio.to_thread(counter._threads.submit(int).result) for _ in range(THREADS)))
     assert gate.pieces <= THREADS
-    assert await counter.count([LONG]) < len(LONG) / 3
+    assert await tokens_of(counter, [LONG]) < len(LONG) / 3
 
 
 async def test_closing_ends_counts_under_way_with_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,8 +180,8 @@ async def test_closing_ends_counts_under_way_with_their_bytes(monkeypatch: pytes
     counter.close()
     counter.close()
     gate.open.set()
-    assert await task > len(LONG) - PIECE_CHARS
-    assert await counter.count([LONG]) == len(LONG)
+    assert (await task).tokens > len(LONG) - PIECE_CHARS
+    assert await tokens_of(counter, [LONG]) == len(LONG)
 
 
 def test_a_missing_vocabulary_is_one_clear_line(tmp_path: Path) -> None:
