@@ -147,7 +147,8 @@ class Gateway:
     def drain(self) -> None:
         """Not ready from now on; after the grace period what still runs is ended.  A second call ends that period."""
         if self.calls.draining:
-            return self.end_grace()
+            self.end_grace()
+            return
         self.calls.drain()
         loop, grace_seconds = asyncio.get_running_loop(), self._settings.server.grace_seconds
         self._ends_at = loop.time() + grace_seconds
@@ -160,7 +161,8 @@ class Gateway:
     async def drained(self) -> None:
         """After `drain`: return when no call is left, or soon after the grace period if one does not end."""
         loop = asyncio.get_running_loop()
-        while self.calls.inflight() and loop.time() < self._ends_at + CUT_SECONDS:
+        # Once in a process's life; an event would be one more thing that every call has to keep.
+        while self.calls.inflight() and loop.time() < self._ends_at + CUT_SECONDS:  # noqa: ASYNC110
             await asyncio.sleep(DRAIN_POLL_SECONDS)
 
     async def stop(self) -> None:

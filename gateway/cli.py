@@ -2,12 +2,13 @@
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from gateway import __version__
-from gateway.config import ConfigError, load, load_keys, load_secrets, without_password
+from gateway.config import KEY_NAME, ConfigError, load, load_keys, load_secrets, without_password
 from gateway.http.auth import new_key
 from gateway.ledger.embedded import EmbeddedStoreError
 from gateway.mock import serve as mock
@@ -40,8 +41,8 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--config", type=Path, help="the configuration file (YAML)")
     what.add_argument("--demo", action="store_true", help="embedded Valkey, two pools of mock engines, a new key")
     serve_.add_argument("--host", default="127.0.0.1")
-    serve_.add_argument("--port", type=int, default=8080)
-    serve_.add_argument("--workers", type=int, default=1, help="processes that share the port (default 1)")
+    serve_.add_argument("--port", type=port_number, default=8080)
+    serve_.add_argument("--workers", type=whole_number, default=1, help="processes that share the port (default 1)")
     serve_.add_argument("--listen-fd", type=int, help=argparse.SUPPRESS)
     serve_.set_defaults(run=_serve)
 
@@ -57,6 +58,18 @@ def _parser() -> argparse.ArgumentParser:
     key.add_argument("name", help="what logs and metrics call it")
     key.set_defaults(run=_new_key)
     return parser
+
+
+def port_number(text: str) -> int:
+    if not 0 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError("a port is 0 (any free one) to 65535")
+    return int(text)
+
+
+def whole_number(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError("at least 1 is needed")
+    return int(text)
 
 
 def _serve(parsed: argparse.Namespace) -> int:
@@ -81,6 +94,10 @@ def _check_config(parsed: argparse.Namespace) -> int:
 
 
 def _new_key(parsed: argparse.Namespace) -> int:
+    """Quoted in YAML, where a name like `1` or `null` would be no text."""
+    if not re.match(KEY_NAME, parsed.name):
+        raise ConfigError("name", "1 to 64 of the characters A-Z a-z 0-9 . _ - are needed")
     secret, digest = new_key()
-    print(f"key (shown only now): {secret}\n\nentry for the keys file:\n- {{name: {parsed.name}, sha256: {digest}}}")
+    entry = f'- {{name: "{parsed.name}", sha256: "{digest}"}}'
+    print(f"key (shown only now): {secret}\n\nentry for the keys file:\n{entry}")
     return 0

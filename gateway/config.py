@@ -25,7 +25,8 @@ NAME_LENGTH_MAX = 40
 
 Name = Annotated[str, Meta(pattern=rf"\A[a-z0-9-]{{1,{NAME_LENGTH_MAX}}}\Z")]
 NameOrDefault = Annotated[str, Meta(pattern=rf"\A[a-z0-9-]{{0,{NAME_LENGTH_MAX}}}\Z")]
-KeyName = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9._-]{1,64}\Z")]
+KEY_NAME = r"\A[A-Za-z0-9._-]{1,64}\Z"
+KeyName = Annotated[str, Meta(pattern=KEY_NAME)]
 ModelName = Annotated[str, Meta(pattern=r"\A[^\s\x00-\x1f\x7f]{1,256}\Z")]
 VariableName = Annotated[str, Meta(pattern=r"\A[A-Za-z_][A-Za-z0-9_]*\Z")]
 Count = Annotated[int, Meta(ge=1, le=INT_MAX)]

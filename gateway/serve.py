@@ -95,8 +95,7 @@ def serve(
     config: Path, settings: Settings, secrets: Secrets, host: str, port: int, workers: int, environ: Mapping[str, str]
 ) -> int:
     """Serve until SIGTERM or SIGINT.  Raises OSError where the port is taken, and what a wrong start raises."""
-    listener = _listen(host, port)
-    with _store(settings) as store:
+    with _listen(host, port) as listener, _store(settings) as store:
         if workers == 1:
             return _run_worker(_with_store(settings, store), secrets, listener, store)
         with asyncio.Runner() as runner:
@@ -110,7 +109,11 @@ def serve_inherited(settings: Settings, secrets: Secrets, descriptor: int) -> in
 
 def serve_demo(host: str, port: int, environ: Mapping[str, str]) -> int:
     """A gateway with an embedded store and mock engines of its own, and a key that is new at each start."""
-    with tempfile.TemporaryDirectory(prefix="kvgate-demo-") as folder, _demo_engines() as engines:
+    with (
+        _listen(host, port) as listener,
+        tempfile.TemporaryDirectory(prefix="kvgate-demo-") as folder,
+        _demo_engines() as engines,
+    ):
         key, digest = new_key()
         token = random_secrets.token_urlsafe(24)
         Path(folder, "keys.yaml").write_text(f"- {{name: demo, sha256: {digest}}}\n")
@@ -119,7 +122,6 @@ def serve_demo(host: str, port: int, environ: Mapping[str, str]) -> int:
         own = {name: value for name, value in environ.items() if not name.startswith("KVGATE_")}
         settings = load(config, own)
         secrets = load_secrets(settings, {**own, settings.admin.token_env: token})
-        listener = _listen(host, port)
         with _store(settings) as store:
             ready_line = _demo_ready_line(listener, key, token)
             return _run_worker(_with_store(settings, store), secrets, listener, store, ready_line)
@@ -270,7 +272,7 @@ def _demo_engines() -> Iterator[dict[str, list[str]]]:
         for child in children:
             child.terminate()
         for child in children:
-            child.wait()
+            child.communicate()
 
 
 def _engine_url(child: subprocess.Popen[str]) -> str:

@@ -53,7 +53,10 @@ async def close_client(client: redis.asyncio.Redis) -> None:
 
 
 async def listen(url: str, channel: str, heard: Callable[[], None]) -> None:
-    """Call `heard` for each message, and once the subscription stands; until cancelled, across broken connections."""
+    """Call `heard` for each message, once the subscription stands, and when it breaks off; until cancelled.
+
+    A store that ends closes this connection, so an idle process learns of it at once and not at its next heartbeat.
+    """
     while True:
         client = new_client(url)
         try:
@@ -62,7 +65,7 @@ async def listen(url: str, channel: str, heard: Callable[[], None]) -> None:
                 async for _ in pubsub.listen():
                     heard()
         except (RedisError, OSError):
-            log.debug("the subscription to %s broke off", channel)
+            heard()
         except Exception:
             log.exception("the subscription to %s failed", channel)
         finally:

@@ -118,7 +118,7 @@ async def test_nothing_is_sent_again_behind_the_batch_numbers(tmp_path):
         writer.close()
 
     server = await asyncio.start_unix_server(break_off, tmp_path / "s")
-    connection = Connection(f"unix://{tmp_path}/s", "f", lambda event: None)
+    connection = Connection(f"unix://{tmp_path}/s", "f", lambda event: None, reply_seconds=3)
     with pytest.raises(StoreAway):
         await connection.open()
     with pytest.raises(StoreAway):

@@ -157,6 +157,20 @@ async def test_a_store_that_lost_its_data_is_told_everything_again_before_it_adm
         assert [m.count(LeaseLost) for m in (first, second)] == [0, 0]
 
 
+async def test_an_idle_process_notices_the_end_of_the_store_at_once(own_store):
+    """It does not call itself ready until its next heartbeat, which here never comes."""
+    async with world(str(own_store.socket), 100) as w:
+        m = await w.join()
+        w.config = replace(w.config, lease_ms=60_000, heartbeat_ms=30_000)
+        m.ledger.reconfigure()
+        await eventually(lambda: w.store.pubsub_channels(w.key("wake:*")))
+        await asyncio.sleep(0.1)
+        own_store.process.kill()
+        own_store.process.wait()
+        await eventually(lambda: not m.ledger.ready)
+        own_store.start()
+
+
 async def test_running_calls_are_declared_by_force_above_a_lowered_limit(own_store):
     async with world(str(own_store.socket), 100) as w:
         m = await w.join()
@@ -425,7 +439,7 @@ async def test_replies_a_little_late_are_only_slow(path):
 )
 @pytest.mark.parametrize("how", ["away", "slow"])
 async def test_few_calls_are_held(path, how, hold, bytes_each, held, words):
-    """Also in the time before a slow store counts as away; a client that left is not held."""
+    """Also in the time before a slow store counts as away."""
     async with world(path, 100) as w, store_proxy(path) as proxy:
         m = await w.join(proxy.url, hold)
         if how == "away":
@@ -440,16 +454,28 @@ async def test_few_calls_are_held(path, how, hold, bytes_each, held, words):
         answer = await m.open(10, body_bytes=bytes_each).granted()
         assert answer.code is Code.STORE_UNAVAILABLE
         assert words in answer.message
-        tasks[0].cancel()
-        asks[0].settle(None, None)
-        asks[0] = m.open(10, body_bytes=bytes_each)
-        tasks[0] = asyncio.create_task(asks[0].granted())
         proxy.reply_seconds = 0.0
         if how == "away":
             await proxy.open()
         assert all(isinstance(answer, Grant) for answer in await asyncio.gather(*tasks))
         for ask in asks:
             ask.settle(None, None)
+        await eventually(w.empty)
+
+
+async def test_a_client_that_left_is_not_held(path):
+    """Its op is under way, its body is not kept."""
+    async with world(path, 100) as w, store_proxy(path) as proxy:
+        m = await w.join(proxy.url, HoldLimits(2, 1, 1 << 20))
+        proxy.reply_seconds = 0.8
+        left = m.open(10)
+        task = asyncio.create_task(left.granted())
+        await eventually(lambda: left.id in w.states() and m.ledger._keeper.slow)
+        assert (await m.open(10).granted()).code is Code.STORE_UNAVAILABLE
+        task.cancel()
+        left.settle(None, None)
+        proxy.reply_seconds = 0.0
+        (await m.reserve(10)).settle(None, None)
         await eventually(w.empty)
 
 

@@ -171,4 +171,4 @@ async def test_a_call_is_not_called_hopeless_by_an_estimate_of_bytes(store_url: 
     async with gateway(store_url, {"a": NOWHERE}, counter=Overrun()) as world:
         visitor = await world.visit(body)
     assert (visitor.status, visitor.json["error"]["code"]) == (429, "capacity_exceeded")
-    assert visitor.header("retry-after") == "1"
+    assert visitor.header("retry-after") in ("1", "2")

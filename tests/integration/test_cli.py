@@ -1,5 +1,6 @@
 """The command line: what an operator is told, in one line and with an exit status, when something is wrong."""
 
+import contextlib
 import json
 import os
 import socket
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from gateway import __version__
@@ -120,7 +122,7 @@ def test_a_good_configuration_with_its_keys(tmp_path: Path, capsys: pytest.Captu
 
 BAD: dict[str, tuple[Any, str]] = {
     "not yaml": ("fleets: [", "kvgate.yaml"),
-    "no mapping": ("- 1", "kvgate.yaml"),
+    "no mapping": ("- 1", "settings by name"),
     "empty": ("", "fleets"),
     "an unknown field": (document(nope=1), "nope"),
     "an unknown nested field": (document(queue={"depth": 1}), "queue.depth"),
@@ -192,12 +194,12 @@ def test_a_new_key_goes_into_the_keys_file_as_it_is_printed(new_world: World) ->
 
 def test_two_new_keys_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     printed = []
-    for name in ("alice", "bob"):
+    for name in ("alice", "1", "null"):
         assert main(["new-key", name]) == 0
         printed.append(capsys.readouterr().out)
     entries = [line for text in printed for line in text.splitlines() if line.startswith("- ")]
     keys = load_keys(written(tmp_path / "keys.yaml", "\n".join(entries)), ["normal"])
-    assert [key.name for key in keys] == ["alice", "bob"]
+    assert [key.name for key in keys] == ["alice", "1", "null"]
     assert keys[0].sha256 != keys[1].sha256
 
 
@@ -245,7 +247,8 @@ def test_a_host_that_has_no_address(config: Path, host: str, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize(
-    "option", [("--port", "-1"), ("--port", "65536"), ("--workers", "0"), ("--workers", "-1")]
+    "option",
+    [("--port", "-1"), ("--port", "65536"), ("--port", "x"), ("--workers", "0"), ("--workers", "-1")],
 )
 def test_numbers_out_of_range(
     config: Path, option: tuple[str, str], capsys: pytest.CaptureFixture[str]
@@ -286,12 +289,8 @@ def test_a_store_that_is_away_is_no_reason_to_end(new_world: World) -> None:
 
     def told() -> str:
         assert gateway.process.poll() is None
-        try:
+        with contextlib.suppress(httpx.TransportError):
             return str(gateway.client.get("/health/ready").json()["problem"])
-        except OSError:
-            return ""
-        except Exception as error:
-            assert "onnect" in str(error), error
-            return ""
+        return ""
 
     assert "store" in wait_until(told, "it answers")

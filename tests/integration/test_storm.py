@@ -103,7 +103,7 @@ class Storm:
 
 
 class Watch:
-    """Reserved blocks of each pool over its limit, at the moments when calls of its lane waited."""
+    """Reserved blocks of each pool over what its engines have, at the moments when calls of its lane waited."""
 
     def __init__(self) -> None:
         self.shares: dict[str, list[float]] = {}
@@ -112,7 +112,7 @@ class Watch:
         for lane, classes in fleet["queued"].items():
             if sum(classes.values()):
                 replicas = fleet["pools"][lane]["replicas"].values()
-                share = sum(r["reserved"] for r in replicas) / sum(r["limit"] for r in replicas)
+                share = sum(r["reserved"] for r in replicas) / (USABLE * len(replicas))
                 self.shares.setdefault(lane, []).append(share)
 
     def average(self, pool: str) -> float:
