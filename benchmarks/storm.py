@@ -41,7 +41,12 @@ class Run:
 
 
 async def one_call(session: aiohttp.ClientSession, url: str, run: Run, began: float, number: int) -> None:
-    body = {"model": "demo", "prompt": [number + 1] * PROMPT_TOKENS, "max_tokens": OUTPUT_TOKENS, "stream": True}
+    body = {
+        "model": "demo",
+        "prompt": [number + 1] * PROMPT_TOKENS,
+        "max_tokens": OUTPUT_TOKENS,
+        "stream": True,
+    }
     last: float | None = None
     async with session.post(f"{url}/v1/completions", json=body) as answer:
         answer.raise_for_status()
@@ -57,7 +62,9 @@ async def one_call(session: aiohttp.ClientSession, url: str, run: Run, began: fl
 async def storm(name: str, url: str, key: str) -> Run:
     run, began = Run(name), time.monotonic()
     connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector, headers={"authorization": f"Bearer {key}"}) as session:
+    async with aiohttp.ClientSession(
+        connector=connector, headers={"authorization": f"Bearer {key}"}
+    ) as session:
         await asyncio.gather(*(one_call(session, url, run, began, n) for n in range(CALLS)))
     run.seconds = time.monotonic() - began
     return run
@@ -68,7 +75,9 @@ def both(here: World) -> Iterator[Run]:
         mock = here.mock(*ENGINE)
         url, key = mock.url, ""
         if name == "with kvgate":
-            config, (key,) = here.config([{"name": "only", "replicas": [mock.url]}], queue={"seconds_max": 120})
+            config, (key,) = here.config(
+                [{"name": "only", "replicas": [mock.url]}], queue={"seconds_max": 120}
+            )
             url = here.gateway(config, key).url
         run = asyncio.run(storm(name, url, key))
         run.preemptions = int(mock.metric("vllm:num_preemptions_total"))
@@ -83,7 +92,8 @@ def svg(runs: list[Run]) -> str:
              'font-family="sans-serif" font-size="12"><rect width="100%" height="100%" fill="white"/>']  # fmt: skip
     for row, run in enumerate(runs):
         base = TOP + HEIGHT + row * (HEIGHT + TOP)
-        title = f"{run.name}: {run.preemptions} preemptions, longest gap {run.worst_gap:.2f} s, all done in {run.seconds:.1f} s"
+        title = f"{run.name}: {run.preemptions} preemptions, longest gap {run.worst_gap:.2f} s"
+        title += f", all done in {run.seconds:.1f} s"
         parts.append(f'<text x="{LEFT}" y="{base - HEIGHT - 10}" font-weight="bold">{title}</text>')
         parts.append(f'<path d="M{LEFT} {base - HEIGHT}V{base}H{LEFT + WIDTH}" stroke="#999" fill="none"/>')
         for mark in (0.02, 0.5, 2, 5):
@@ -100,7 +110,9 @@ def svg(runs: list[Run]) -> str:
     axis = 2 * (HEIGHT + TOP) + 22
     parts.append(f'<text x="{LEFT}" y="{axis}">0 s</text>')
     parts.append(f'<text x="{LEFT + WIDTH}" y="{axis}" text-anchor="end">{end:.0f} s</text>')
-    parts.append(f'<text x="{LEFT + WIDTH / 2}" y="{axis}" text-anchor="middle">silence between two tokens of one stream</text>')
+    parts.append(
+        f'<text x="{LEFT + WIDTH / 2}" y="{axis}" text-anchor="middle">silence between two tokens of one stream</text>'
+    )
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 

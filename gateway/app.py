@@ -55,7 +55,9 @@ STATE_SECONDS = 1.0
 class FleetRoom:
     """One fleet's engines, ledger and tasks."""
 
-    def __init__(self, settings: Settings, fleet: FleetSettings, secrets: Secrets, observer: Callable[[Fact], None]):
+    def __init__(
+        self, settings: Settings, fleet: FleetSettings, secrets: Secrets, observer: Callable[[Fact], None]
+    ):
         client = scraping_client(secrets.upstream_api_key, settings.upstream.ca_file)
         names = frozenset(fleet.models)
         self.watch = FleetWatch(_replica_specs(fleet), names, self._on_change, client=client)
@@ -91,13 +93,18 @@ class Gateway:
         self._ends_at = math.inf
         self.calls = Calls()
         self._counter = TiktokenCounter()
-        self._metrics = Metrics(_metric_names(settings), [c.name for c in settings.classes], self.calls.inflight)
+        self._metrics = Metrics(
+            _metric_names(settings), [c.name for c in settings.classes], self.calls.inflight
+        )
         self._call_log = CallLog()
         self._rooms = [FleetRoom(settings, fleet, secrets, self._observe) for fleet in settings.fleets]
         self._keys = self._keyring()
         upstream = settings.upstream
         limits = UpstreamLimits(
-            upstream.connect_seconds, upstream.headers_seconds, upstream.first_event_seconds, upstream.idle_seconds
+            upstream.connect_seconds,
+            upstream.headers_seconds,
+            upstream.first_event_seconds,
+            upstream.idle_seconds,
         )
         self._upstream = AiohttpUpstream(limits, ca_file=upstream.ca_file)
         fleets = {model: room.fleet for room in self._rooms for model in room.models}
@@ -110,7 +117,13 @@ class Gateway:
             self._observe,
         )
         self._api = create_api(
-            self._keys, fleets, self.problem, self._render_metrics, self.state, secrets.admin_token, __version__
+            self._keys,
+            fleets,
+            self.problem,
+            self._render_metrics,
+            self.state,
+            secrets.admin_token,
+            __version__,
         )
 
     def _observe(self, fact: Fact) -> None:
@@ -197,7 +210,14 @@ class Gateway:
             try:
                 fleet = await room.ledger.state()
             except StoreAway:
-                fleet = {"pools": {}, "reserved": None, "leases": None, "queue": None, "queued": {}, "keys": {}}
+                fleet = {
+                    "pools": {},
+                    "reserved": None,
+                    "leases": None,
+                    "queue": None,
+                    "queued": {},
+                    "keys": {},
+                }
             fleets[room.fleet.name] = {**fleet, "inflight": inflight.get(room.fleet.name, 0)}
         counts = ("reserved", "leases", "queue", "inflight")
         sums = {name: _sum(fleet[name] for fleet in fleets.values()) for name in counts}

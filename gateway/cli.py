@@ -32,17 +32,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="kvgate", description="Token-budgeted admission control for vLLM fleets.")
+    parser = argparse.ArgumentParser(
+        prog="kvgate", description="Token-budgeted admission control for vLLM fleets."
+    )
     parser.add_argument("--version", action="version", version=f"kvgate {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
 
     serve_ = commands.add_parser("serve", help="run the gateway")
     what = serve_.add_mutually_exclusive_group(required=True)
     what.add_argument("--config", type=Path, help="the configuration file (YAML)")
-    what.add_argument("--demo", action="store_true", help="embedded Valkey, two pools of mock engines, a new key")
+    what.add_argument(
+        "--demo", action="store_true", help="embedded Valkey, two pools of mock engines, a new key"
+    )
     serve_.add_argument("--host", default="127.0.0.1")
     serve_.add_argument("--port", type=port_number, default=8080)
-    serve_.add_argument("--workers", type=whole_number, default=1, help="processes that share the port (default 1)")
+    serve_.add_argument(
+        "--workers", type=whole_number, default=1, help="processes that share the port (default 1)"
+    )
     serve_.add_argument("--listen-fd", type=int, help=argparse.SUPPRESS)
     serve_.set_defaults(run=_serve)
 

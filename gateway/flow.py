@@ -38,7 +38,7 @@ class Flow:
         self._prefill_times = PrefillTimes()
 
     async def serve(self, call: Call, client: Client) -> None:
-        """Answer the call, whatever happens to it.  Returns when the last byte was written or nobody is left to read."""
+        """Answer the call, whatever happens to it.  Returns when the last byte was written or nobody reads any more."""
         try:
             ending = await self._serve(call, client)
         except asyncio.CancelledError:
@@ -55,7 +55,9 @@ class Flow:
             return demand
         call.demand = demand
         call.advance(Event.COUNTED)
-        reservation = call.fleet.ledger.open(call.admission(demand), partial(call.interrupt, Event.LEASE_LOST))
+        reservation = call.fleet.ledger.open(
+            call.admission(demand), partial(call.interrupt, Event.LEASE_LOST)
+        )
         try:
             answer = await reservation.granted()
             while isinstance(answer, Grant):
@@ -83,7 +85,9 @@ class Flow:
         counts = [await self._count(prompt, shape.token_factor) for prompt in request.prompts]
         demand = route(shape, request, [counted.tokens for counted in counts], limits)
         if isinstance(demand, Refusal) and not all(counted.exact for counted in counts):
-            return Refusal(Code.CAPACITY_EXCEEDED, "too many long prompts are being counted at once", retry_ms=1000)
+            return Refusal(
+                Code.CAPACITY_EXCEEDED, "too many long prompts are being counted at once", retry_ms=1000
+            )
         return demand
 
     async def _count(self, prompt: Prompt, factor: float) -> Counted:
@@ -103,7 +107,9 @@ class Flow:
         call.sent_at = time.monotonic()
         relay = client.relay(call, partial(self._first_token, call, demand, grant, reservation))
         url = call.fleet.engines.url(grant.replica)
-        request = UpstreamRequest(url, call.request.endpoint, call.headers, forward(call.request, demand.output_tokens))
+        request = UpstreamRequest(
+            url, call.request.endpoint, call.headers, forward(call.request, demand.output_tokens)
+        )
         prefill_over = self._end_prefill_later(call, demand, grant, reservation)
         try:
             await self._exchange(request, relay)
@@ -169,7 +175,9 @@ def unshared_blocks_used(call: Call, demand: Demand) -> int | None:
     if usage is None or usage.completion_tokens is None:
         return None
     prompts = len(call.request.prompts)
-    return used_blocks(usage.prompt_tokens, usage.completion_tokens, prompts, demand.sequences, demand.block_size)
+    return used_blocks(
+        usage.prompt_tokens, usage.completion_tokens, prompts, demand.sequences, demand.block_size
+    )
 
 
 WORDS = {

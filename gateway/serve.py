@@ -92,7 +92,13 @@ class GatewayServer(uvicorn.Server):
 
 
 def serve(
-    config: Path, settings: Settings, secrets: Secrets, host: str, port: int, workers: int, environ: Mapping[str, str]
+    config: Path,
+    settings: Settings,
+    secrets: Secrets,
+    host: str,
+    port: int,
+    workers: int,
+    environ: Mapping[str, str],
 ) -> int:
     """Serve until SIGTERM or SIGINT.  Raises OSError where the port is taken, and what a wrong start raises."""
     with _listen(host, port) as listener, _store(settings) as store:
@@ -128,7 +134,11 @@ def serve_demo(host: str, port: int, environ: Mapping[str, str]) -> int:
 
 
 def _run_worker(
-    settings: Settings, secrets: Secrets, listener: socket.socket, store: EmbeddedStore | None, ready_line: str = ""
+    settings: Settings,
+    secrets: Secrets,
+    listener: socket.socket,
+    store: EmbeddedStore | None,
+    ready_line: str = "",
 ) -> int:
     logs = Logs(settings.log.level, settings.log.format)
     try:
@@ -156,7 +166,9 @@ def _server_config(gateway: Gateway, settings: Settings) -> uvicorn.Config:
     )
 
 
-async def _serve_until_told(server: GatewayServer, listener: socket.socket, store: EmbeddedStore | None) -> None:
+async def _serve_until_told(
+    server: GatewayServer, listener: socket.socket, store: EmbeddedStore | None
+) -> None:
     supervisor = asyncio.create_task(store.supervise()) if store else None
     try:
         await server.serve(sockets=[listener])
@@ -202,7 +214,11 @@ def _with_store(settings: Settings, store: EmbeddedStore | None) -> Settings:
 
 
 async def _supervise(
-    config: Path, store: EmbeddedStore | None, listener: socket.socket, workers: int, environ: Mapping[str, str]
+    config: Path,
+    store: EmbeddedStore | None,
+    listener: socket.socket,
+    workers: int,
+    environ: Mapping[str, str],
 ) -> int:
     """Keep workers running until told to stop; they share the socket, and the store through its URL."""
     loop, told, told_again = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
@@ -222,14 +238,27 @@ async def _supervise(
 
 
 async def _keep_worker(
-    config: Path, listener: socket.socket, environ: dict[str, str], told: asyncio.Event, told_again: asyncio.Event
+    config: Path,
+    listener: socket.socket,
+    environ: dict[str, str],
+    told: asyncio.Event,
+    told_again: asyncio.Event,
 ) -> None:
     """One worker at a time: started again when it ends by itself, told to end when we are, and as often.
 
     It has a session of its own: a terminal sends its interrupt to us alone, and the worker hears it once.
     """
     descriptor = listener.fileno()
-    command = [sys.executable, "-m", "gateway", "serve", "--config", str(config), "--listen-fd", str(descriptor)]
+    command = [
+        sys.executable,
+        "-m",
+        "gateway",
+        "serve",
+        "--config",
+        str(config),
+        "--listen-fd",
+        str(descriptor),
+    ]
     while not told.is_set():
         worker = await asyncio.create_subprocess_exec(
             *command, env=environ, pass_fds=(descriptor,), preexec_fn=die_with_parent, start_new_session=True
@@ -240,7 +269,9 @@ async def _keep_worker(
                 worker.send_signal(signal.SIGTERM)
         await ended
         if not told.is_set():
-            print(f"kvgate: a worker ended with status {worker.returncode}; starting another", file=sys.stderr)
+            print(
+                f"kvgate: a worker ended with status {worker.returncode}; starting another", file=sys.stderr
+            )
             await asyncio.sleep(RESTART_SECONDS)
 
 
@@ -264,7 +295,7 @@ def _demo_engines() -> Iterator[dict[str, list[str]]]:
         for pool, count, options in DEMO_ENGINES:
             command = [sys.executable, "-m", "gateway", "mock", "--port", "0", "--engines", str(count),
                        "--model", DEMO_MODEL, "--die-with-parent", *options]  # fmt: skip
-            child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
             children.append(child)
             engines[pool] = [_engine_url(child) for _ in range(count)]
         yield engines
@@ -294,7 +325,9 @@ def _demo_config(engines: Mapping[str, list[str]]) -> str:
 def _demo_ready_line(listener: socket.socket, key: str, token: str) -> str:
     host, port = listener.getsockname()[:2]
     url = f"http://{host}:{port}"
-    body = json.dumps({"model": DEMO_MODEL, "messages": [{"role": "user", "content": "hi"}]}, separators=(",", ":"))
+    body = json.dumps(
+        {"model": DEMO_MODEL, "messages": [{"role": "user", "content": "hi"}]}, separators=(",", ":")
+    )
     return (
         f"state: curl {url}/admin/v1/state -H 'Authorization: Bearer {token}'\n"
         f"kvgate is ready: curl {url}/v1/chat/completions -H 'Authorization: Bearer {key}' "

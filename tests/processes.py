@@ -1,4 +1,4 @@
-"""Real processes for tests: a Valkey, mock engines and gateways on loopback, all ended with the test that started them."""
+"""Real processes for tests: a Valkey, mock engines and gateways on loopback, ended with the test that started them."""
 
 import contextlib
 import json
@@ -84,14 +84,26 @@ class GatewayProcess:
         self.url = f"http://127.0.0.1:{self.port}"
         self.key = key
         self.log = log
-        command = [sys.executable, "-m", "gateway", "serve", "--config", str(config), "--port", str(self.port), *options]
+        command = [
+            sys.executable,
+            "-m",
+            "gateway",
+            "serve",
+            "--config",
+            str(config),
+            "--port",
+            str(self.port),
+            *options,
+        ]
         env = {"PATH": os.environ["PATH"], "KVGATE_ADMIN_TOKEN": ADMIN_TOKEN, **environ}
         for name in ("PYTHONSAFEPATH", "PYTHONPATH"):
             if name in os.environ:
                 env[name] = os.environ[name]
         with log.open("ab") as output:
             # A process group of its own, which a test may signal as a terminal does.
-            self.process = subprocess.Popen(command, stdout=output, stderr=output, env=env, start_new_session=True)
+            self.process = subprocess.Popen(
+                command, stdout=output, stderr=output, env=env, start_new_session=True
+            )
         headers = {"authorization": f"Bearer {key}"}
         self.client = httpx.Client(base_url=self.url, headers=headers, timeout=30, trust_env=False)
 
@@ -164,7 +176,9 @@ class World:
         path.write_text(json.dumps(rows))
         return path, secrets
 
-    def config(self, pools: list[dict[str, Any]], *keys: dict[str, Any], **settings: Any) -> tuple[Path, list[str]]:
+    def config(
+        self, pools: list[dict[str, Any]], *keys: dict[str, Any], **settings: Any
+    ) -> tuple[Path, list[str]]:
         """A configuration of one fleet `demo` on this world's store; JSON is YAML.  Also the keys' secrets."""
         path, secrets = self.keys_file(*(keys or ({},)))
         fleet = {"model": "demo", "pools": pools, "safe_fraction": 1.0, **settings.pop("fleet", {})}
@@ -178,9 +192,13 @@ class World:
         config.write_text(json.dumps(document))
         return config, secrets
 
-    def gateway(self, config: Path, key: str, *options: str, wait: bool = True, **environ: str) -> GatewayProcess:
+    def gateway(
+        self, config: Path, key: str, *options: str, wait: bool = True, **environ: str
+    ) -> GatewayProcess:
         self._gateways += 1
-        gateway = GatewayProcess(config, key, self.folder / f"gateway-{self._gateways}.log", environ, *options)
+        gateway = GatewayProcess(
+            config, key, self.folder / f"gateway-{self._gateways}.log", environ, *options
+        )
         self._stack.callback(gateway.stop)
         return gateway.wait_ready() if wait else gateway
 

@@ -216,7 +216,15 @@ class Books:
         self._open_gate()
         results = [self._op(owner, op) for op in ops]
         self._close()
-        return ["ok", self.epoch, self.clock, self.policy, int(more or self.dirty), results, self._outbox(owner)]
+        return [
+            "ok",
+            self.epoch,
+            self.clock,
+            self.policy,
+            int(more or self.dirty),
+            results,
+            self._outbox(owner),
+        ]
 
     def _outbox(self, owner: str) -> list[str]:
         unclaimed = sorted(c.id for c in self.calls.values() if c.owner == owner and c.state == "unclaimed")
@@ -275,7 +283,9 @@ class Books:
 
     def _reap(self) -> bool:
         """Fence every owner whose lease is over and give a slice of their calls back; True = some are left."""
-        lost = sorted((o for o, end in self.owners.items() if end <= self.clock), key=lambda o: (self.owners[o], o))
+        lost = sorted(
+            (o for o, end in self.owners.items() if end <= self.clock), key=lambda o: (self.owners[o], o)
+        )
         for owner in lost:
             self.sessions.pop(owner, None)
         left = SLICE
@@ -362,7 +372,7 @@ class Books:
         )
 
     def _place(self, call: Call) -> Replica | None:
-        """The first pool of the lane with room; there a preferred replica unless it is 10 % fuller; most free blocks."""
+        """The first pool with room; there a preferred replica unless it is 10 % fuller, else most free blocks."""
         for pool in self._pools(call.lane):
             room = [r for r in self.replicas.values() if r.pool == pool and self._fits(call, r)]
             if not room:
@@ -544,7 +554,9 @@ class Books:
 
     def _hold(self, call: Call) -> bool:
         """A head that was passed too often gets the roomiest replica it may use to itself; it keeps at most one."""
-        if call.passed < self._fleet.overtake_blocks or any(r.held_for == call.id for r in self.replicas.values()):
+        if call.passed < self._fleet.overtake_blocks or any(
+            r.held_for == call.id for r in self.replicas.values()
+        ):
             return False
         free = [r for r in self.replicas.values() if r.held_for == "" and self._could_use(call, r)]
         if not free:
@@ -610,7 +622,9 @@ class Books:
             ahead += sum(c.blocks for c in self._waiting(call.lane, class_))
         waiting = self._waiting(call.lane, call.class_)
         own = call.blocks + sum(c.blocks for c in waiting if c.key == call.key)
-        active = {flow: weight for flow, weight in self.weights.items() if flow[:2] == (call.lane, call.class_)}
+        active = {
+            flow: weight for flow, weight in self.weights.items() if flow[:2] == (call.lane, call.class_)
+        }
         weight = active.setdefault(_flow(call), self._key(call.key).weight)
         in_class = call.blocks + sum(c.blocks for c in waiting)
         work = ahead + min(in_class, _ceil(own * sum(active.values()), weight))
@@ -671,8 +685,10 @@ class Books:
         known = self.calls.get(id_)
         if known:
             return self._claim(owner, id_)
-        call = Call(id_, "none", owner, "", key, class_, lane, blocks, sequences, prefill, 0, cost,
-                    self.clock + wait_ms, 0, exclude=tuple(exclude), prefer=tuple(prefer), charge=tuple(charge))  # fmt: skip
+        call = Call(
+            id_, "none", owner, "", key, class_, lane, blocks, sequences, prefill, 0, cost, self.clock + wait_ms, 0,
+            exclude=tuple(exclude), prefer=tuple(prefer), charge=tuple(charge),
+        )  # fmt: skip
         self._set_policy(key, weight, blocks_max, requests_max)
         refusal = self._refuse_outright(call)
         if refusal:
@@ -680,6 +696,7 @@ class Books:
         self._dispatch()
         replica = self._at_once(call)
         if replica:
+            self._number(call)
             self._pay(call)
             call.state = "reserved"
             self._reserve(call, replica)
@@ -700,10 +717,19 @@ class Books:
 
     def _refuse_outright(self, call: Call) -> Answer | None:
         """Refusals that no waiting can change."""
-        lane = [r for r in self.replicas.values() if r.pool in self._pools(call.lane) and r.state != "removed"]
+        lane = [
+            r for r in self.replicas.values() if r.pool in self._pools(call.lane) and r.state != "removed"
+        ]
         fitting = [r for r in lane if call.blocks <= r.usable and call.sequences <= r.sequences_max]
         if lane and not fitting and all(r.usable for r in lane):
-            return ["refused", "context_length_exceeded", "usable", call.blocks, max(r.usable for r in lane), 0]
+            return [
+                "refused",
+                "context_length_exceeded",
+                "usable",
+                call.blocks,
+                max(r.usable for r in lane),
+                0,
+            ]
         if not any(r.state == "up" for r in fitting):
             return ["refused", "no_backend", "", 0, 0, FIRST_APPOINTMENT_MS]
         key = self._key(call.key)
@@ -715,7 +741,12 @@ class Books:
 
     def _at_once(self, call: Call) -> Replica | None:
         """Where the call may start without a ticket: nobody that could start waits in its lane, and it fits."""
-        if self.opens_at or self._unparked_wait(call.lane) or self._waiting(*_flow(call)) or self._capped(call):
+        if (
+            self.opens_at
+            or self._unparked_wait(call.lane)
+            or self._waiting(*_flow(call))
+            or self._capped(call)
+        ):
             return None
         return self._place(call)
 
@@ -731,7 +762,14 @@ class Books:
             return ["refused", "store_unavailable", "", 0, 0, self.opens_at - self.clock]
         if self._capped(call):
             return self._refuse_capped(call)
-        return ["refused", "capacity_exceeded", "limit", call.blocks, self._free(call), self._appointment(call)]
+        return [
+            "refused",
+            "capacity_exceeded",
+            "limit",
+            call.blocks,
+            self._free(call),
+            self._appointment(call),
+        ]
 
     def _refuse_capped(self, call: Call) -> Answer:
         key = self._key(call.key)
@@ -744,9 +782,13 @@ class Books:
         """Most blocks free on one replica that the call may use."""
         return max([r.limit - r.used for r in self.replicas.values() if self._could_use(call, r)] + [0])
 
-    def _enqueue(self, call: Call) -> None:
+    def _number(self, call: Call) -> None:
+        """Its place in its flow, to which a move brings it back."""
         self.arrivals += 1
         call.arrival = self.arrivals
+
+    def _enqueue(self, call: Call) -> None:
+        self._number(call)
         flow = _flow(call)
         if not self._waiting(*flow):
             self.tags[flow] = max(self.virtual.get(flow[:2], 0), self.tags.get(flow, 0))
@@ -859,7 +901,8 @@ class Books:
         target = self.replicas.get(replica)
         if target is None:
             return ["no_room"]
-        room = target.used + blocks <= target.limit and target.sequences + sequences <= target.sequences_max
+        fits = target.used + blocks <= target.limit or target.used == 0
+        room = fits and target.sequences + sequences <= target.sequences_max
         if not force and not room:
             return ["no_room"]
         if known:

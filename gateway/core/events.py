@@ -74,7 +74,7 @@ class Healed:
 
     fleet: str
     kind: str
-    """`settled` (the store held what we do not), `redeclared` (we held what the store did not), `error` (an op failed)."""
+    """`settled` (the store held what we do not), `redeclared` (we held what it did not), `error` (an op failed)."""
     count: int
 
 

@@ -94,6 +94,7 @@ TABLE: dict[tuple[Phase, Event], Step] = {
     (_P.WAITING, _E.GRANTED): _go_on(_P.CONNECTING),
     (_P.WAITING, _E.REFUSED): _REFUSED,
     (_P.WAITING, _E.LEFT): _LEFT,
+    (_P.WAITING, _E.LEASE_LOST): _answer(Code.LEASE_LOST),
     (_P.WAITING, _E.DRAINED): _DRAINED,
     (_P.WAITING, _E.GRACE_OVER): _DRAINED,
     (_P.CONNECTING, _E.FAILED): Step(_P.WAITING, Action.MOVE),

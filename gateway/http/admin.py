@@ -53,7 +53,9 @@ def _probes(
     @router.get("/health/ready")
     async def is_ready() -> Response:
         problem = ready()
-        return JSONResponse({"ready": not problem, "problem": problem or None}, status_code=503 if problem else 200)
+        return JSONResponse(
+            {"ready": not problem, "problem": problem or None}, status_code=503 if problem else 200
+        )
 
     @router.get("/version")
     async def version_() -> Response:
@@ -80,9 +82,13 @@ def _models(keys: Keys, fleets: Mapping[str, Fleet]) -> APIRouter:
             int(time.time() * 1000),
         )
         if key is None:
-            return _refuse(Refusal(Code.INVALID_API_KEY, "no valid API key in `Authorization: Bearer` or `x-api-key`"))
+            return _refuse(
+                Refusal(Code.INVALID_API_KEY, "no valid API key in `Authorization: Bearer` or `x-api-key`")
+            )
         allowed = {name: fleet for name, fleet in fleets.items() if key.models is None or name in key.models}
-        return JSONResponse({"object": "list", "data": [_model(name, fleet) for name, fleet in allowed.items()]})
+        return JSONResponse(
+            {"object": "list", "data": [_model(name, fleet) for name, fleet in allowed.items()]}
+        )
 
     return router
 
@@ -123,7 +129,10 @@ def _refuse(refusal: Refusal, allow: str = "GET") -> Response:
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = _CODES.get(error.status_code, Code.INVALID_VALUE)
-    words = {Code.NOT_FOUND: "there is no such path here", Code.METHOD_NOT_ALLOWED: "this path takes another method"}
+    words = {
+        Code.NOT_FOUND: "there is no such path here",
+        Code.METHOD_NOT_ALLOWED: "this path takes another method",
+    }
     allow = (error.headers or {}).get("allow", "GET")
     return _refuse(Refusal(code, words.get(code, "the request is not valid")), allow)
 

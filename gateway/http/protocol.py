@@ -1,5 +1,6 @@
-"""uvicorn's HTTP/1.1, with the error envelope also for bytes that are no request, and without upgrades."""
+"""uvicorn's HTTP/1.1 with the error envelope for bytes that are no request, bounds for heads, and without upgrades."""
 
+import asyncio
 import secrets
 
 import httptools
@@ -8,6 +9,10 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from gateway.core.outcomes import Code, Refusal
 from gateway.http.errors import answer_of
 
+HEAD_BYTES_MAX = 512 * 1024
+"""The parser keeps a head until it is complete.  Beyond anything real, since what arrives is counted by the piece."""
+HEAD_SECONDS = 10.0
+"""For a head to arrive, from the connection or its own first byte."""
 NOT_HTTP = Refusal(Code.INVALID_VALUE, "what arrived on this connection is not a valid HTTP/1.1 request")
 
 
@@ -18,6 +23,18 @@ class ProxyProtocol(HttpToolsProtocol):
     Java's client offers h2c with every call.  So such a request is read once more without the offer.
     """
 
+    _head_timer: asyncio.TimerHandle | None = None
+    """Set while a head is incomplete."""
+    _head_bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._head_is_over()
+        super().connection_lost(exc)
+
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
         try:
@@ -27,9 +44,18 @@ class ProxyProtocol(HttpToolsProtocol):
                 self._read_again(data[upgrade.args[0] :])
         except httptools.HttpParserError:
             self.send_400_response("")
+        if self._head_timer:
+            self._head_bytes += len(data)
+            if self._head_bytes > HEAD_BYTES_MAX:
+                self.send_400_response("")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._expect_head()
 
     def on_headers_complete(self) -> None:
         if not self._offers_upgrade():
+            self._head_is_over()
             super().on_headers_complete()
 
     def on_message_complete(self) -> None:
@@ -41,9 +67,27 @@ class ProxyProtocol(HttpToolsProtocol):
 
         A 400 in the middle of another answer would be read as a part of it.
         """
-        if not _is_under_way(self.cycle):
+        self._head_is_over()
+        if not (_is_due(self.cycle) and self.cycle.response_started):
             self.transport.write(_not_http())
         self.transport.close()
+
+    def _expect_head(self) -> None:
+        self._head_is_over()
+        self._head_bytes = 0
+        self._head_timer = self.loop.call_later(HEAD_SECONDS, self._on_late_head)
+
+    def _head_is_over(self) -> None:
+        if self._head_timer:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _on_late_head(self) -> None:
+        """The answer before it may take as long as it wants."""
+        if _is_due(self.cycle):
+            self._expect_head()
+        else:
+            self.transport.close()
 
     def _offers_upgrade(self) -> bool:
         """CONNECT is no offer: it has no body, and would be one again."""
@@ -58,9 +102,9 @@ class ProxyProtocol(HttpToolsProtocol):
         self.data_received(b"\r\n".join((*lines, b"", rest)))
 
 
-def _is_under_way(answer: RequestResponseCycle | None) -> bool:
-    """None before a connection's first request."""
-    return answer is not None and answer.response_started and not answer.response_complete
+def _is_due(answer: RequestResponseCycle | None) -> bool:
+    """A request is complete and its answer is not; None before a connection's first request."""
+    return answer is not None and not answer.response_complete
 
 
 def _not_http() -> bytes:

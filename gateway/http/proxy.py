@@ -389,7 +389,10 @@ class _HttpClient:
         """An error event of the engine's own is passed on as it came."""
         if self._relay is None or not self._relay.streams:
             raise AnswerCutOff
-        last: dict[str, Any] = {"type": "http.response.body", "body": self._relay.relayable_failure or error_event(refusal)}
+        last: dict[str, Any] = {
+            "type": "http.response.body",
+            "body": self._relay.relayable_failure or error_event(refusal),
+        }
         await _last_write(self._visit.send(last))
 
 

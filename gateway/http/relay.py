@@ -33,7 +33,12 @@ class AnswerRelay:
     """Implements `Relay` for one attempt."""
 
     def __init__(
-        self, call: Call, send: Send, own_headers: Headers, first_token: Callable[[], None], observer: Observer
+        self,
+        call: Call,
+        send: Send,
+        own_headers: Headers,
+        first_token: Callable[[], None],
+        observer: Observer,
     ) -> None:
         self._call = call
         self._send = send
@@ -146,5 +151,7 @@ class AnswerRelay:
             self._first_token()
             self._observer(FirstToken(call.fleet.name, pool, call.terms.class_, (now - call.started) * 1000))
         elif events:
-            self._observer(TokenGap(call.fleet.name, pool, call.terms.class_, (now - self._last_event_at) * 1000))
+            self._observer(
+                TokenGap(call.fleet.name, pool, call.terms.class_, (now - self._last_event_at) * 1000)
+            )
         self._last_event_at = now

@@ -113,6 +113,7 @@ class EmbeddedStore:
                 self._command(),
                 stdout=out,
                 stderr=out,
+                start_new_session=True,  # a terminal's Ctrl-C is for us: calls that end need the store
                 preexec_fn=die_with_parent,  # noqa: PLW1509 - nothing else makes a child end with us; it takes no lock
             )
         return self.process

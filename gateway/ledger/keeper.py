@@ -66,6 +66,8 @@ class Keeper:
         self._sent_at: float | None = None
         self._away_since: float | None = self._now()
         self._failures = 0
+        self._batches = 0
+        """Carried out by the store."""
         self._beat_at = 0.0
         self._logged, self._logged_at = "", 0.0
 
@@ -131,10 +133,19 @@ class Keeper:
             await self._say_hello()
 
     async def _serve(self) -> None:
-        """Batches until the store goes away."""
+        """Batches until the store goes away.
+
+        An owner fenced twice without a batch between means a store that forgets at once: that is an outage, and what
+        comes next has to wait for a pause.
+        """
+        fenced_at = -1
         while True:
             async with self._listening():
                 await self._serve_owner()
+            if self._batches == fenced_at:
+                self._owner = ""
+                raise StoreAway("it forgets owners at once")
+            fenced_at = self._batches
             await self._fenced()
 
     @asynccontextmanager
@@ -163,6 +174,7 @@ class Keeper:
         self._sent_at = None
         self._note_up()
         if reply.status == "ok":
+            self._batches += 1
             self._known_run = self._connection.run_id
         return reply
 

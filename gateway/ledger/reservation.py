@@ -31,8 +31,8 @@ class Ask:
     """`Reservation` of the Valkey ledger.  All methods run on the event loop; results come from the channel's task."""
 
     __slots__ = (
-        "_answer", "_asked_at", "_claiming", "_exclude", "_ledger", "_lost", "_started_at", "_timer", "_used",
-        "abandoned", "admission", "id", "phase", "queued", "replica",
+        "_answer", "_asked_at", "_claiming", "_exclude", "_ledger", "_lost", "_prefill", "_started_at", "_timer",
+        "_used", "abandoned", "admission", "id", "phase", "queued", "replica",
     )  # fmt: skip
 
     def __init__(self, ledger: "ValkeyLedger", id_: str, admission: Admission, lost: Lost) -> None:
@@ -51,6 +51,8 @@ class Ask:
         """When the call began to be willing to wait; a move does not give it more time."""
         self._asked_at = 0.0
         self._exclude: tuple[str, ...] = ()
+        self._prefill = admission.prefill
+        """What it holds of a prefill budget until its first token."""
         self._claiming = False
         self._used: tuple[int, int] = (-1, -1)
 
@@ -69,6 +71,7 @@ class Ask:
         if self.phase is not Phase.RESERVED:
             return self._ledger.lost_refusal()
         self._exclude = (*self._exclude, exclude)
+        self._prefill = self.admission.prefill
         self.phase = Phase.MOVING
         answer = self._expect()
         self._ledger.channel.move(["M", self.id, [exclude]], self._on_move)
@@ -76,7 +79,8 @@ class Ask:
         return await answer
 
     def first_token(self) -> None:
-        if self.phase is Phase.RESERVED and self.admission.prefill:
+        if self.phase is Phase.RESERVED and self._prefill:
+            self._prefill = 0
             self._ledger.channel.free(["F", self.id], self._on_claim)
             self._ledger.wake()
 
@@ -115,7 +119,7 @@ class Ask:
     def redeclare(self, force: bool) -> None:
         a = self.admission
         arguments = [
-            "R", self.id, self.replica, a.key, a.class_, a.lane, a.blocks, a.sequences, 0, a.cost, a.weight,
+            "R", self.id, self.replica, a.key, a.class_, a.lane, a.blocks, a.sequences, self._prefill, a.cost, a.weight,
             a.blocks_max, a.requests_max, int(force),
         ]  # fmt: skip
         self._ledger.channel.move(arguments, self._on_redeclare)

@@ -61,7 +61,9 @@ class WatchedEngines:
     def others_up(self, lane: str, tried: Sequence[str]) -> bool:
         pools = self._plan.lanes[lane]
         return any(
-            self._watch.is_up(name) for name, pool in self._pools.items() if pool in pools and name not in tried
+            self._watch.is_up(name)
+            for name, pool in self._pools.items()
+            if pool in pools and name not in tried
         )
 
     def report_failure(self, replica: str, connecting: bool) -> None:

@@ -65,9 +65,14 @@ local function refuse_to_queue(call, queue_max, wait_ms)
   return {'refused', 'capacity_exceeded', 'limit', call.blocks, most_free(call), appointment(call)}
 end
 
-local function enqueue(id, call)
+-- Its place in its flow, to which a move brings it back.
+local function number(call)
   meta.arrivals = meta.arrivals + 1
   call.arrival = meta.arrivals
+end
+
+local function enqueue(id, call)
+  number(call)
   local flow = flow_of(call)
   if flow.waiting == 0 then
     flow.tag = math.max(line_of(call.lane, call.class).virtual, flow.tag)
@@ -90,6 +95,7 @@ local function command_admit(owner, id, key, class, lane, blocks, sequences, pre
   dispatch()
   local name = at_once(id, call)
   if name then
+    number(call)
     pay(call)
     reserve(id, call, name, 'reserved')
     return {'grant', name}

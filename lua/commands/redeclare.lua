@@ -13,7 +13,8 @@ local function command_redeclare(owner, id, name, key, class, lane, blocks, sequ
   end
   local replica = replicas[name]
   if not replica then return {'no_room'} end
-  local room = replica.used + blocks <= replica.limit and replica.sequences + sequences <= replica.sequences_max
+  local fitting = replica.used + blocks <= replica.limit or replica.used == 0
+  local room = fitting and replica.sequences + sequences <= replica.sequences_max
   if force == 0 and not room then return {'no_room'} end
   if known then withdraw(id, known) end
   set_policy(key, weight, blocks_max, requests_max)

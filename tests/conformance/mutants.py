@@ -16,6 +16,7 @@ MUTANTS: dict[str, tuple[str, str]] = {
     "cap ignored": ("if capped(call) then\n        park", "if false then\n        park"),
     "unparked flow forgotten": ("  unpark_key(call.key)\n  drained(replica.pool, call.blocks)", "  drained(replica.pool, call.blocks)"),
     "prefill never ended": ("replica.prefill = replica.prefill - call.prefilling\n    store_replica", "store_replica"),
+    "a call granted at once has no place of its own": ("    number(call)\n    pay(call)", "    pay(call)"),
     "true-up forgotten": ("if cost >= 0 and call.charged > 0", "if false"),
     "refund forgotten": ("if refund then correct", "if false then correct"),
     "digest not lowered": ("count_claimed(id, call, -1)", "count_claimed(id, call, 0)"),

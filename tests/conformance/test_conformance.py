@@ -6,7 +6,7 @@ import pytest
 from tests.conformance.traffic import Traffic
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(100))
 def test_lua_equals_the_specification(store_client, seed):
     """150 generated steps."""
     Traffic(store_client, seed).run(150)

@@ -9,6 +9,13 @@ from tests.conformance.twin import Twin
 
 Op = list[Any]
 
+LANES = (
+    (("a", ("p",)), ("b", ("q",))),
+    (("a", ("p", "q")), ("b", ("q",))),
+    (("a", ("q", "p")), ("b", ("p", "q"))),
+)
+"""Biased towards replicas that lanes share."""
+
 
 class Traffic:
     """A world by seed: a fleet, three owners, some keys; `run` plays steps on a twin."""
@@ -30,14 +37,16 @@ class Traffic:
         pick = self.random.choice
         prefill = pick([30, 1000])
         replicas = tuple(
-            ReplicaConfig(f"r{i}", pick(["p", "q"]), self.limit, self.limit + pick([0, 5]), pick([4, 50]), prefill)
+            ReplicaConfig(
+                f"r{i}", pick(["p", "q"]), self.limit, self.limit + pick([0, 5]), pick([4, 50]), prefill
+            )
             for i in range(pick([1, 2, 4]))
         )
         return FleetConfig(
             lease_ms=6000,
             heartbeat_ms=1000,
             overtake_blocks=pick([0, self.limit // 2, 2 * self.limit]),
-            lanes=pick([(("a", ("p",)), ("b", ("q",))), (("a", ("p", "q")), ("b", ("q",))), (("a", ("q", "p")), ("b", ("p", "q")))]),
+            lanes=pick(LANES),
             classes=(("high", 0), ("normal", 200), ("low", 100)),
             replicas=replicas,
         )  # fmt: skip
@@ -57,7 +66,9 @@ class Traffic:
             self.now += pick([0, 1])
             return
         books = self.twin.books
-        ends = [t - books.clock for t in (*books.owners.values(), *(c.deadline for c in books.calls.values()))]
+        ends = [
+            t - books.clock for t in (*books.owners.values(), *(c.deadline for c in books.calls.values()))
+        ]
         soon = [end + pick([-1, 0, 1]) for end in ends if 0 < end <= 2000]
         self.now += pick([50, 500, 1999, 2001, 5000, 6001, -100, *soon])
 
@@ -125,7 +136,12 @@ class Traffic:
             return self._admit_again(owner, used)
         if chance < 0.75:
             call = self._pick(owner, used, "reserved")
-            return call and ["S", call.id, self.random.choice([-1, 1]), self.random.choice([-1, 0, 1, call.cost * 2])]
+            return call and [
+                "S",
+                call.id,
+                self.random.choice([-1, 1]),
+                self.random.choice([-1, 0, 1, call.cost * 2]),
+            ]
         if chance < 0.76:
             return self._touch_foreign(owner)
         if chance < 0.81:
@@ -136,7 +152,11 @@ class Traffic:
             return call and [self.random.choice("FKK"), call.id]
         if chance < 0.93:
             call = self._pick(owner, used, "reserved", "unclaimed")
-            return call and ["Z", call.id, self.random.choice([1, call.blocks + 1, call.blocks * 2, self.limit])]
+            return call and [
+                "Z",
+                call.id,
+                self.random.choice([1, call.blocks + 1, call.blocks * 2, self.limit]),
+            ]
         if chance < 0.96:
             call = self._pick(owner, used, "reserved", "unclaimed", "queued")
             return call and ["M", call.id, self.random.choice([[], [call.replica or "r0"]])]
@@ -146,7 +166,9 @@ class Traffic:
 
     def _pick(self, owner: str, used: set[str], *states: str) -> Call | None:
         books = self.twin.books
-        mine = [c for c in books.calls.values() if c.owner == owner and c.state in states and c.id not in used]
+        mine = [
+            c for c in books.calls.values() if c.owner == owner and c.state in states and c.id not in used
+        ]
         if not mine:
             return None
         call = self.random.choice(sorted(mine, key=lambda c: c.id))
@@ -190,7 +212,11 @@ class Traffic:
     def _redeclare(self, owner: str, used: set[str]) -> Op:
         pick = self.random.choice
         known = sorted(set(self.twin.books.calls) - used)
-        id_ = pick(known) if known and self.random.random() < 0.5 else f"{self.random.getrandbits(ID_BITS):010x}"
+        id_ = (
+            pick(known)
+            if known and self.random.random() < 0.5
+            else f"{self.random.getrandbits(ID_BITS):010x}"
+        )
         used.add(id_)
         key = pick(sorted(self.policies))
         return ["R", id_, f"r{pick(range(4))}", key, "normal", pick("ab"), self._blocks(), 1, pick([0, 5]), 7,

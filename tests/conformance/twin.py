@@ -15,10 +15,15 @@ from tests.conformance.invariants import check_invariants
 class Twin:
     """One fleet in two implementations.  `now` is handed to both; the run id is the real server's."""
 
-    def __init__(self, client: "redis.Redis[bytes]", config: FleetConfig, script_texts: dict[str, str] | None = None):
+    def __init__(
+        self, client: "redis.Redis[bytes]", config: FleetConfig, script_texts: dict[str, str] | None = None
+    ):
         self.client = client
         client.flushall()
-        self.shas = {name: self._load(name, script_texts) for name in ("step", "hello", "configure", "snapshot", "page")}
+        self.shas = {
+            name: self._load(name, script_texts)
+            for name in ("step", "hello", "configure", "snapshot", "page")
+        }
         self.keys = fleet_keys("t")
         self.run = str(client.info("server")["run_id"])
         self.books = Books()
@@ -66,7 +71,8 @@ class Twin:
     def _hash(self, index: int, fields: str) -> dict[str, dict[str, Any]]:
         raw: dict[bytes, bytes] = self.client.hgetall(self.keys[index])
         return {
-            _text(k): dict(zip(FIELDS[fields], msgspec.msgpack.decode(v), strict=True)) for k, v in raw.items()
+            _text(k): dict(zip(FIELDS[fields], msgspec.msgpack.decode(v), strict=True))
+            for k, v in raw.items()
         }
 
     def _members(self, index: int) -> list[str]:

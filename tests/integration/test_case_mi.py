@@ -1,6 +1,7 @@
 """MI-01: bodies that lie about their size or never end.  MI-02: numbers that are none.  MI-03: text like tokens."""
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import time
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from gateway.core.outcomes import Code
+from gateway.http.protocol import HEAD_SECONDS
 from tests.processes import GatewayProcess, Mock, World, wait_until, world
 from tests.wire import Answer, Wire, ask, blocks_of, completion, post
 
@@ -96,6 +98,24 @@ class Attack:
         )
         await self.refused(wire, wire.answer(), Code.UNSUPPORTED_ENCODING)
 
+    async def head_without_end(self) -> None:
+        wire = await Wire.open(self.url)
+        await wire.send(b"POST /v1/completions HTTP/1.1\r\nhost: kvgate\r\nx-long: ")
+        answer = asyncio.create_task(wire.answer())
+        with contextlib.suppress(ConnectionError):
+            while not answer.done():
+                await wire.send(PIECE)
+                await asyncio.sleep(0)
+        with contextlib.suppress(ConnectionError):
+            assert (await answer).code == Code.INVALID_VALUE
+        await _closed(wire)
+
+    async def head_never_ended(self) -> None:
+        """One that never began, and one that stopped on the way."""
+        idle, begun = await Wire.open(self.url), await Wire.open(self.url)
+        await begun.send(b"POST /v1/completions HTTP/1.1\r\nhost:")
+        await asyncio.gather(_closed(idle, HEAD_SECONDS + 5), _closed(begun, HEAD_SECONDS + 5))
+
     async def pushed(self, pieces: AsyncIterator[bytes], key: str, code: Code) -> None:
         """Chunk after chunk until there is an answer, which may not come before the limit is reached."""
         wire = await Wire.open(self.url)
@@ -128,9 +148,9 @@ async def _pieces(total: int | None, bytes_a_second: int | None = None) -> Async
             await asyncio.sleep(max(0, began + sent / bytes_a_second - time.monotonic()))
 
 
-async def _closed(wire: Wire) -> None:
+async def _closed(wire: Wire, seconds: float = 5) -> None:
     """The gateway ends the connection, whatever the client still has to say."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(seconds):
         while not wire._reader.at_eof():
             try:
                 await wire._reader.read(1)
@@ -181,6 +201,8 @@ ATTACKS: tuple[Callable[[Attack], Awaitable[None]], ...] = (
     Attack.a_byte_a_second,
     Attack.without_a_key,
     Attack.compressed,
+    Attack.head_without_end,
+    Attack.head_never_ended,
 )
 
 
@@ -226,6 +248,14 @@ async def test_mi01_one_body_without_end_takes_less_than_three_limits(slow: Runn
     else:
         await attack.without_a_key()
     assert memory_bytes(gateway, "VmHWM") - before < 3 * LIMIT_BYTES
+
+
+async def test_mi01_one_head_without_end_takes_less_than_a_limit(slow: Running) -> None:
+    gateway, _ = slow
+    forget_peak(gateway)
+    before = memory_bytes(gateway)
+    await Attack(gateway).head_without_end()
+    assert memory_bytes(gateway, "VmHWM") - before < LIMIT_BYTES
 
 
 async def test_mi01_a_body_at_the_limit_is_read(slow: Running) -> None:

@@ -60,7 +60,9 @@ def test_completions(client: openai.OpenAI) -> None:
 
 
 def test_completions_stream(client: openai.OpenAI) -> None:
-    chunks = list(client.completions.create(model="demo", prompt=["once", "twice"], max_tokens=4, stream=True))
+    chunks = list(
+        client.completions.create(model="demo", prompt=["once", "twice"], max_tokens=4, stream=True)
+    )
     assert {c.choices[0].index for c in chunks} == {0, 1}
 
 

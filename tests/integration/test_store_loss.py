@@ -18,12 +18,12 @@ OUTPUT_TOKENS = 400
 
 
 @pytest.fixture
-def running(new_world: World) -> Iterator[tuple[World, Mock, GatewayProcess, GatewayProcess]]:
+def running(new_world: World) -> tuple[World, Mock, GatewayProcess, GatewayProcess]:
     """Two gateways on one store, with short leases."""
     mock = new_world.mock("--blocks", "301", "--step-base-ms", "5")
     timing = {"lease_seconds": 1.2, "heartbeat_seconds": 0.2}
     config, (key,) = new_world.config([{"name": "only", "replicas": [mock.url]}], store=timing)
-    yield new_world, mock, new_world.gateway(config, key), new_world.gateway(config, key)
+    return new_world, mock, new_world.gateway(config, key), new_world.gateway(config, key)
 
 
 def stream(gateway: GatewayProcess, tokens: int = OUTPUT_TOKENS) -> int:
@@ -106,7 +106,6 @@ def test_a_store_at_its_memory_limit_still_settles(running) -> None:
     """Calls end and give back; nothing leaks."""
     world, _, first, second = running
 
-
     client = redis.Redis(unix_socket_path=str(world.store.socket), protocol=2)
     with contextlib.closing(client), streaming(first, second) as calls:
         wait_until(lambda: first.state()["leases"] == 2 * STREAMS, "all are admitted")
@@ -144,7 +143,9 @@ def test_two_fleets_in_one_gateway(new_world: World) -> None:
     config.write_text(json.dumps(document))
     gateway = new_world.gateway(config, key)
     for model in ("demo", "other"):
-        answer = gateway.client.post("/v1/completions", json={"model": model, "prompt": "hi", "max_tokens": 2})
+        answer = gateway.client.post(
+            "/v1/completions", json={"model": model, "prompt": "hi", "max_tokens": 2}
+        )
         assert answer.status_code == 200
         assert answer.json()["model"] == model
     missing = gateway.client.post("/v1/completions", json={"prompt": "hi", "max_tokens": 2})

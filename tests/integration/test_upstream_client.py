@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 
+from gateway.core.headers import answer_headers, request_headers
 from gateway.upstream.api import Headers, UpstreamFailed, UpstreamRequest
 from gateway.upstream.client import KEEPALIVE_SECONDS, AiohttpUpstream, UpstreamLimits
-from gateway.core.headers import answer_headers, request_headers
 
 SHORT = 0.08
 LONG = 20.0
