@@ -49,7 +49,8 @@ def ended(**changes: Any) -> CallEnded:
     usual: dict[str, Any] = {
         "request_id": "r", "fleet": "llama", "lane": "short", "pool": "short", "replica": "s0", "key": "team-a",
         "class_": "normal", "outcome": Outcome.COMPLETED, "reason": None, "status": 200, "refusal_ms": None,
-        "queue_ms": 40.0, "reserved_blocks": 10, "unused_blocks": 3, "prompt_tokens_estimated": 150, "prompt_tokens": 100,
+        "queue_ms": 40.0, "reserved_blocks": 10, "unused_blocks": 3,
+        "prompt_tokens_estimated": 150, "prompt_tokens": 100,
         "output_tokens": 5, "duration_ms": 900.0,
     }  # fmt: skip
     return CallEnded(**(usual | changes))
