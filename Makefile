@@ -1,12 +1,12 @@
 # Each target sets up what it needs by itself.  `make` alone lists them.
 #   PYTHON=python3.12 make test         another interpreter (3.11 or newer) for the environment in .venv
-#   KVGATE_PYTHON=/path/bin/python ...  a ready environment instead of .venv; .ci/run uses it to test the wheel
+#   READY_PYTHON=/path/bin/python ...  a ready environment instead of .venv; .ci/run uses it to test the wheel
 
 PYTHON ?= python3
 VENV := .venv
 
-ifdef KVGATE_PYTHON
-PY := $(KVGATE_PYTHON)
+ifdef READY_PYTHON
+PY := $(READY_PYTHON)
 READY :=
 else
 PY := $(VENV)/bin/python

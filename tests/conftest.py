@@ -13,8 +13,8 @@ FROM_CHECKOUT = Path(gateway.__file__).resolve().is_relative_to(CHECKOUT / "gate
 
 def pytest_configure() -> None:
     """Refuse the checkout where the installed wheel is to be tested."""
-    if FROM_CHECKOUT and os.environ.get("KVGATE_TEST_INSTALLED"):
-        raise pytest.UsageError("KVGATE_TEST_INSTALLED is set, but gateway is imported from the checkout")
+    if FROM_CHECKOUT and os.environ.get("TEST_INSTALLED"):
+        raise pytest.UsageError("TEST_INSTALLED is set, but gateway is imported from the checkout")
 
 
 def pytest_report_header() -> str:

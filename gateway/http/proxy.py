@@ -150,6 +150,8 @@ class Proxy:
         self._flow = flow
         self._keys = keys
         self._fleets = fleets
+        different = {fleet.name: fleet for fleet in fleets.values()}
+        self._only_fleet = next(iter(different.values())) if len(different) == 1 else None
         self._settings = settings
         self._calls = calls
         self._observer = observer
@@ -219,10 +221,8 @@ class Proxy:
 
     def _fleet_of(self, request: GenerationRequest, key: Key) -> Fleet | Refusal:
         """Without a model name the only fleet is meant, as vLLM means its only model."""
-        names = {fleet.name for fleet in self._fleets.values()}
-        if request.model is None and len(names) == 1:
-            fleet = next(iter(self._fleets.values()))
-            return self._cleared(fleet, fleet.engines.shape().model, key)
+        if request.model is None and self._only_fleet:
+            return self._cleared(self._only_fleet, self._only_fleet.engines.shape().model, key)
         if request.model is None:
             return Refusal(Code.MISSING_FIELD, "`model` is missing; this gateway serves several", "model")
         found = self._fleets.get(request.model)
@@ -317,6 +317,8 @@ class Proxy:
         demand, grant, now = call.demand, call.grant, time.monotonic()
         refused_at_once = call.outcome is Outcome.REFUSED and call.reason is not Code.QUEUE_TIMEOUT
         used = unshared_blocks_used(call, demand) if demand else None
+        duration_ms = (now - call.started) * 1000
+        waited_in_vain_ms = 0 if refused_at_once else duration_ms
         self._observer(
             CallEnded(
                 request_id=call.request_id,
@@ -329,14 +331,14 @@ class Proxy:
                 outcome=call.outcome or Outcome.CANCELLED,
                 reason=call.reason,
                 status=call.status or 499,
-                refusal_ms=(now - call.started) * 1000 if refused_at_once else None,
-                queue_ms=grant.queue_ms if grant else 0,
+                refusal_ms=duration_ms if refused_at_once else None,
+                queue_ms=grant.queue_ms if grant else waited_in_vain_ms,
                 reserved_blocks=demand.blocks if demand else 0,
                 unused_blocks=max(0, demand.unshared_blocks - used) if demand and used is not None else None,
                 prompt_tokens_estimated=demand.prompt_tokens if demand else 0,
                 prompt_tokens=call.usage.prompt_tokens if call.usage else None,
                 output_tokens=call.usage.completion_tokens if call.usage else call.output_events or None,
-                duration_ms=(now - call.started) * 1000,
+                duration_ms=duration_ms,
             )
         )
 

@@ -32,6 +32,13 @@ def document(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
+@pytest.fixture(autouse=True)
+def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever runs the tests may have variables of their own."""
+    for name in [name for name in os.environ if name.startswith("KVGATE_")]:
+        monkeypatch.delenv(name)
+
+
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
     return written(tmp_path / "kvgate.yaml", document())

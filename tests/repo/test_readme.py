@@ -1,0 +1,47 @@
+"""What README promises is what the code has: its settings load, its codes and headers exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from gateway.config import load, load_keys
+from gateway.core.outcomes import STATUS, Code
+from tests.repo.files import ROOT
+
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+YAML = [text for kind, text in BLOCKS if kind == "yaml"]
+SECTION_ANSWERS = README.split("## Answers")[1].split("## Not there yet")[0]
+
+
+def test_the_example_configuration_loads(tmp_path: Path) -> None:
+    config, keys = tmp_path / "kvgate.yaml", tmp_path / "keys.yaml"
+    config.write_text(YAML[0])
+    keys.write_text(YAML[1])
+    settings = load(config, {})
+    assert settings.auth.keys_file == str(keys)
+    (entry,) = load_keys(keys, [class_.name for class_ in settings.classes])
+    assert entry.models == settings.fleets[0].aliases
+
+
+def test_every_code_has_its_status_and_no_other_is_told() -> None:
+    told = {}
+    for statuses, codes in re.findall(r"^\| ([\d, ]+) \| (.*) \|$", SECTION_ANSWERS, re.MULTILINE):
+        for code in re.findall(r"`(\w+)`", re.sub(r"\(`answers.*?\)", "", codes)):
+            told[code] = {int(status) for status in statuses.split(",")}
+    shown = {code.value: status for code, (status, _) in STATUS.items() if code is not Code.CLIENT_DISCONNECT}
+    assert set(told) == set(shown)
+    for code, status in shown.items():
+        assert status in told[code], code
+
+
+@pytest.mark.parametrize("name", sorted(set(re.findall(r"`(x-[a-z-]+)", SECTION_ANSWERS))))
+def test_every_header_is_sent(name: str) -> None:
+    sources = [path.read_text() for path in (ROOT / "gateway" / "http").glob("*.py")]
+    assert any(f'b"{name}"' in text for text in sources)
+
+
+@pytest.mark.parametrize("text", [text for kind, text in BLOCKS if kind == "python"])
+def test_python_compiles(text: str) -> None:
+    compile(text, "README.md", "exec")
