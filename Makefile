@@ -28,7 +28,7 @@ run: $(READY) ## Start a demo on port 8080: embedded Valkey, two pools of mock e
 	@exec $(BIN)kvgate serve --demo
 
 test: $(READY) ## Run the tests against what is installed in the environment
-	@PYTHONSAFEPATH=1 $(PY) -m pytest $(ARGS)
+	@PYTHONSAFEPATH=1 $(PY) -m pytest -n 2 --dist loadfile $(ARGS)
 
 check: $(READY) ## Lint, format, types, import arrows, Dockerfile, licences and files
 	@echo "ruff check" && $(BIN)ruff check .

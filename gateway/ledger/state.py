@@ -13,7 +13,7 @@ from gateway.ledger.records import decode_record
 from gateway.ledger.scripts import KEY_NAMES, fleet_keys, load
 
 PAGE_SIZE = 500
-READ_SECONDS = 5.0
+READ_SECONDS = 2.0
 
 
 @asynccontextmanager

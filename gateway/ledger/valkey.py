@@ -15,7 +15,7 @@ from gateway.core.order import DIGEST_MODULUS, FIRST_APPOINTMENT_MS, ID_BITS
 from gateway.core.outcomes import Code, Refusal
 from gateway.ledger.api import Admission, Lost
 from gateway.ledger.channel import Channel, Result
-from gateway.ledger.connection import REPLY_SECONDS, Connection, StoreAway
+from gateway.ledger.connection import REPLY_SECONDS, Connection
 from gateway.ledger.keeper import Keeper
 from gateway.ledger.reservation import Ask, Phase
 from gateway.ledger.scripts import key_prefix
@@ -144,8 +144,6 @@ class ValkeyLedger:
         return None
 
     async def state(self) -> dict[str, Any]:
-        if self._keeper.away_seconds is not None:
-            raise StoreAway("the store does not answer")
         return await read_state(self._url, self.fleet)
 
     async def observe(self, replica: str, up: bool) -> None:
