@@ -3,6 +3,7 @@
 #   READY_PYTHON=/path/bin/python ...  a ready environment instead of .venv; .ci/run uses it to test the wheel
 
 PYTHON ?= python3
+PORT ?= 8080
 VENV := .venv
 
 ifdef READY_PYTHON
@@ -24,8 +25,8 @@ REQUIRE_PYTHON = import sys; sys.version_info >= (3, 11) or sys.exit("kvgate nee
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
-run: $(READY) ## Start a demo on port 8080: embedded Valkey, two pools of mock engines, a fresh key
-	@exec $(BIN)kvgate serve --demo
+run: $(READY) ## Start a demo on port 8080 (or PORT=...): embedded Valkey, two pools of mock engines, a fresh key
+	@exec $(BIN)kvgate serve --demo --port $(PORT)
 
 test: $(READY) ## Run the tests against what is installed in the environment
 	@PYTHONSAFEPATH=1 $(PY) -m pytest -n 2 --dist loadfile $(ARGS)

@@ -197,7 +197,7 @@ class Gateway:
             return "draining"
         for room in self._rooms:
             if not room.ledger.ready:
-                return f"the store of fleet {room.fleet.name} does not answer, or its gate is still closed"
+                return f"the store does not answer, or was just started and does not admit yet: {room.fleet.name}"
             if not any(state.up for state in room.watch.states()):
                 return f"no replica of fleet {room.fleet.name} is up"
         return ""

@@ -8,7 +8,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gateway import __version__
-from gateway.config import KEY_NAME, ConfigError, load, load_keys, load_secrets, without_password
+from gateway.config import (
+    KEY_NAME,
+    ConfigError,
+    KeyEntry,
+    Settings,
+    load,
+    load_keys,
+    load_secrets,
+    without_password,
+)
 from gateway.http.auth import new_key
 from gateway.ledger.embedded import EmbeddedStoreError
 from gateway.mock import serve as mock
@@ -44,8 +53,8 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--demo", action="store_true", help="embedded Valkey, two pools of mock engines, a new key"
     )
-    serve_.add_argument("--host", default="127.0.0.1")
-    serve_.add_argument("--port", type=port_number, default=8080)
+    serve_.add_argument("--host", default="127.0.0.1", help="default 127.0.0.1")
+    serve_.add_argument("--port", type=port_number, default=8080, help="0 takes a free one (default 8080)")
     serve_.add_argument(
         "--workers", type=whole_number, default=1, help="processes that share the port (default 1)"
     )
@@ -80,6 +89,8 @@ def whole_number(text: str) -> int:
 
 def _serve(parsed: argparse.Namespace) -> int:
     if parsed.demo:
+        if parsed.workers > 1:
+            raise ConfigError("--workers", "goes with --config; the demo is one process")
         return serve_demo(parsed.host, parsed.port, os.environ)
     settings = load(parsed.config, os.environ)
     secrets = load_secrets(settings, os.environ)
@@ -93,10 +104,19 @@ def _check_config(parsed: argparse.Namespace) -> int:
     keys = ""
     if settings.auth.keys_file:
         found = load_keys(Path(settings.auth.keys_file), [class_.name for class_ in settings.classes])
-        keys = f", {len(found)} keys"
+        _check_models(found, settings)
+        keys = f", {len(found)} {'key' if len(found) == 1 else 'keys'}"
     fleets = ", ".join(fleet.name for fleet in settings.fleets)
     print(f"{parsed.file}: good. Fleets: {fleets}; store: {without_password(settings.store.url)}{keys}")
     return 0
+
+
+def _check_models(keys: Sequence[KeyEntry], settings: Settings) -> None:
+    """A key for a model that no fleet has would be of no use; while the gateway runs it does no harm either."""
+    known = {model for fleet in settings.fleets for model in fleet.models}
+    for number, key in enumerate(keys):
+        for model in set(key.models or ()) - known:
+            raise ConfigError(f"keys[{number}].models", f"no fleet has the model `{model}`")
 
 
 def _new_key(parsed: argparse.Namespace) -> int:

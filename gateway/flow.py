@@ -59,7 +59,7 @@ class Flow:
             call.admission(demand), partial(call.interrupt, Event.LEASE_LOST)
         )
         try:
-            answer = await reservation.granted()
+            answer = await reservation.granted()  # admit, and wait
             while isinstance(answer, Grant):
                 failure = await self._stream(call, demand, answer, reservation, client)
                 if failure is None or failure.action is not Action.MOVE:
@@ -67,7 +67,7 @@ class Flow:
                 answer = await reservation.moved(answer.replica)
             return answer
         finally:
-            reservation.settle(*_used(call, demand))
+            reservation.settle(*_held(call, demand))
 
     # -- estimate ------------------------------------------------------------------------------------------------
 
@@ -161,7 +161,7 @@ def _failed(call: Call, demand: Demand, grant: Grant, failed: UpstreamFailed) ->
 # -- settle ------------------------------------------------------------------------------------------------------
 
 
-def _used(call: Call, demand: Demand) -> tuple[int | None, int | None]:
+def _held(call: Call, demand: Demand) -> tuple[int | None, int | None]:
     """Blocks really used, where the engine said, and block-seconds really held."""
     if call.grant is None:
         return None, None

@@ -64,6 +64,8 @@ class GatewayServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._loop = asyncio.get_running_loop()
+        for listener in sockets or ():
+            log.info("listening on %s port %s", *listener.getsockname()[:2])
         if self._ready_line and not self.should_exit:
             await self._announce()
 

@@ -1,5 +1,5 @@
 #!lua flags=no-writes,allow-oom
--- One key's content, in pages.  ARGV: number of the key (DESIGN 4.8), cursor ('0' = first page), page size.
+-- One key's content, in pages.  ARGV: number of the key (docs/ledger.md), cursor ('0' = first page), page size.
 -- Reply: {next cursor ('0' = no more), epoch, clock, item, value, item, value...}; hash records come as stored.
 local SCANS = {hash = 'HSCAN', zset = 'ZSCAN'}
 local INDEX, CURSOR, SIZE = tonumber(ARGV[1]), ARGV[2], ARGV[3]

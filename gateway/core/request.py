@@ -170,7 +170,7 @@ def _read_sequences(members: Members, n_max: int) -> int:
     for name in ("n", "best_of"):
         value = read_integer(members, name, 1, INTEGER_MAX) or 1
         if value > n_max:
-            message = f"`{name}` is {value}; this gateway accepts at most {n_max}."
+            message = f"`{name}` is {value}; `server.n_max` is {n_max}."
             raise Refused(Code.TOO_MANY_SEQUENCES, message, name)
         most = max(most, value)
     return most

@@ -277,8 +277,8 @@ def _never_fits(
         return Refusal(Code.TOO_MANY_SEQUENCES, message, "n", should_retry=False)
     roomiest = max(measured, key=lambda place: place.pool.usable_max)
     message = (
-        f"The call needs {roomiest.blocks} KV blocks ({request.sequences} x prompt of up to "
-        f"{max(roomiest.prompts)} tokens + {roomiest.output_tokens} of output); the largest engine has "
-        f"{roomiest.pool.usable_max}."
+        f"The call needs at least {roomiest.blocks} KV blocks ({request.sequences} sequences, each with a prompt of "
+        f"at least {min(roomiest.prompts)} tokens (estimated) and up to {roomiest.output_tokens} of output); "
+        f"the largest engine has {roomiest.pool.usable_max}."
     )
-    return Refusal(Code.CONTEXT_LENGTH_EXCEEDED, message, request.prompt_field, should_retry=False)
+    return Refusal(Code.CONTEXT_LENGTH_EXCEEDED, message, should_retry=False)

@@ -220,7 +220,9 @@ class Keeper:
         self._ledger.channel.declare(self._on_declared)
 
     def _on_declared(self, result: Result) -> None:
-        self._gate_open = result[0] == "open"
+        was_open, self._gate_open = self._gate_open, result[0] == "open"
+        if self._gate_open and not was_open:
+            log.info("admission to fleet %s is open", self._ledger.fleet)
         if not self._gate_open:
             self._beat_at = min(self._beat_at, self._now() + GATE_SECONDS)
 

@@ -29,7 +29,7 @@ KEY_NAMES = (
     "prefixes",
     "forecast",
 )
-"""DESIGN 4.8: every script declares all of them, in this order."""
+"""Every script declares all of them, in this order; `docs/ledger.md` says what each holds."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -311,6 +311,6 @@ def _words(code: Code, knob: str, measured: int, limit: int, admission: Admissio
         case Code.QUEUE_TIMEOUT:
             return f"the call may not wait any longer in the queue: {limit} ms are left"
         case Code.NO_BACKEND:
-            return "no replica that the request fits is up"
+            return f"no replica of lane {admission.lane} that the request fits is up"
         case _:
-            return "the store of reservations was restarted and is being filled again"
+            return "the store of reservations has just been started, and admission is not open yet"

@@ -159,6 +159,11 @@ async def _context(
         if spec.num_gpu_blocks is None or spec.block_size is None or spec.max_model_len is None:
             raise
         return None
+    if missing := models - {model.id for model in served}:
+        names = ", ".join(sorted(missing))
+        log.warning(
+            "replica %s does not serve %s: calls that ask for it will be answered 404", spec.name, names
+        )
     return _context_of(spec, models, served)
 
 

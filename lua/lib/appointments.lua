@@ -1,5 +1,5 @@
 --- @include "lib/queue"
--- How fast a lane drains, and when a refused call should come back (DESIGN section 5).
+-- How fast a lane drains, and when a refused call should come back.
 local DRAIN_WINDOW_MS, DRAIN_SETTLING_MS, FIRST_APPOINTMENT_MS = 10000, 1000, 1000
 
 -- Blocks given back per window, now: a sliding window of two halves.

@@ -1,6 +1,6 @@
 --- @include "lib/records"
 -- The content of one fleet's keys while a script runs, and the ledger clock.
--- KEYS, the same in every script: see DESIGN 4.8.
+-- KEYS, the same in every script: docs/ledger.md has the table.
 local META, QUEUE, ORDER, PARKED, OWNERS, OWNED, OUTBOX, DEADLINES =
   KEYS[1], KEYS[4], KEYS[5], KEYS[8], KEYS[9], KEYS[11], KEYS[12], KEYS[13]
 local LAYOUT, WORK = 1, 64
@@ -17,7 +17,7 @@ local drains = record_table(META, DRAIN, 'drain:')
 local replicas -- name -> row, all of them
 local config -- {lease_ms, heartbeat_ms, overtake_blocks, lanes = {name...}, pools = {lane -> pools}, classes, shares}
 local meta -- epoch, policy, clock, wall, opens_after, opens_at, arrivals, dirty (integers), run
-local work = WORK -- units left, see DESIGN 4.6
+local work = WORK -- units left of what one script does: a grant, parking, hold or expiry is one
 local wakes = {} -- owners with new grants
 local META_FIELDS = {'epoch', 'policy', 'clock', 'wall', 'opens_after', 'opens_at', 'arrivals', 'dirty', 'run'}
 

@@ -1,5 +1,5 @@
 --- @include "lib/reserve"
--- The order of the queue (DESIGN 4.6): tickets become unclaimed reservations until nothing fits.
+-- The order of the queue (docs/ledger.md): tickets become unclaimed reservations until nothing fits.
 local LOOKAHEAD, CREDIT_SCALE = 8, 1000
 
 -- The unparked flows of one class, in fair order: their keys.

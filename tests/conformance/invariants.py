@@ -1,4 +1,4 @@
-"""DESIGN 4.7 on the specification's content; the Lua's is compared with it after every step."""
+"""The invariants of `docs/ledger.md` on the specification's content; the Lua's is compared with it after every step."""
 
 from gateway.core.books import Books, Call, Replica
 from gateway.core.order import LOOKAHEAD

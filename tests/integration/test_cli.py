@@ -301,3 +301,13 @@ def test_a_store_that_is_away_is_no_reason_to_end(new_world: World) -> None:
         return ""
 
     assert "store" in wait_until(told, "it answers")
+
+
+def test_a_key_for_a_model_that_nobody_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = written(tmp_path / "keys.yaml", [{"name": "a", "sha256": "0" * 64, "models": ["nope"]}])
+    config = written(tmp_path / "kvgate.yaml", document(auth={"keys_file": str(keys)}))
+    assert "keys[0].models: no fleet has the model `nope`" in problem(capsys, "check-config", config)
+
+
+def test_the_demo_is_one_process(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--workers" in problem(capsys, "serve", "--demo", "--workers", 2)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from gateway import config
 from gateway.config import load, load_keys
 from gateway.core.outcomes import STATUS, Code
 from tests.repo.files import ROOT
@@ -22,7 +23,7 @@ def test_the_example_configuration_loads(tmp_path: Path) -> None:
     settings = load(config, {})
     assert settings.auth.keys_file == str(keys)
     (entry,) = load_keys(keys, [class_.name for class_ in settings.classes])
-    assert entry.models == settings.fleets[0].aliases
+    assert set(entry.models or ()) == set(settings.fleets[0].models)
 
 
 def test_every_code_has_its_status_and_no_other_is_told() -> None:
@@ -45,3 +46,31 @@ def test_every_header_is_sent(name: str) -> None:
 @pytest.mark.parametrize("text", [text for kind, text in BLOCKS if kind == "python"])
 def test_python_compiles(text: str) -> None:
     compile(text, "README.md", "exec")
+
+
+CONFIGURATION = (ROOT / "docs" / "configuration.md").read_text()
+SECTIONS = {
+    "store.": config.Store,
+    "auth.": config.Auth,
+    "server.": config.Server,
+    "queue.": config.Queue,
+    "upstream.": config.Upstream,
+    "answers.": config.Answers,
+    "admin.": config.Admin,
+    "log.": config.Log,
+    "": config.Fleet,
+    "limits.": config.Limits,
+}
+SETTINGS = [prefix + name for prefix, kind in SECTIONS.items() for name in kind.__struct_fields__]
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_every_setting_is_documented(setting: str) -> None:
+    """By its path, or alone in the section's own table."""
+    section, _, name = setting.rpartition(".")
+    alone = section in ("store", "auth", "")
+    assert (
+        f"`{setting}`" in CONFIGURATION
+        or (alone and f"`{name}`" in CONFIGURATION)
+        or f"`{name}[]" in CONFIGURATION
+    )
