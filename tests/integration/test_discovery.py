@@ -52,7 +52,7 @@ class Engine:
         self.url = ""
         self.health: tuple[int, bytes] | None = (200, b"")
         self.metrics: tuple[int, bytes] | None = (200, metrics(cache_line()))
-        self.models: tuple[int, bytes] | None = (200, models("other", MODEL))
+        self.models: tuple[int, bytes] | None = (200, models("other", MODEL, "llama"))
         self.asked: list[str] = []
         self.heads: list[bytes] = []
         self.tasks: set[asyncio.Task[None]] = set()
@@ -230,6 +230,14 @@ async def test_a_configured_number_lowers_silently_and_never_raises(caplog: pyte
         assert (higher.num_gpu_blocks, higher.block_size, higher.max_model_len) == (256, 32, 4096)
         assert len(caplog.records) == 3
         assert "num_gpu_blocks is configured as 1000 but the engine states 256" in caplog.text
+
+
+async def test_an_alias_that_the_engine_does_not_serve_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Names are passed on as they are, so calls for it would be answered 404."""
+    async with engine() as here:
+        here.models = (200, models(MODEL))
+        assert isinstance(await found(spec(here.url)), ReplicaShape)
+    assert [record.args for record in caplog.records] == [("a", "llama")]
 
 
 async def test_unreachable_sources_are_forgiven_where_all_numbers_are_configured() -> None:
