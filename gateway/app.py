@@ -334,6 +334,7 @@ def _edge_settings(settings: Settings, secrets: Secrets) -> EdgeSettings:
     return EdgeSettings(
         body_bytes_max=settings.server.body_bytes_max,
         body_seconds=settings.server.body_seconds,
+        bodies_bytes_max=settings.server.bodies_bytes_max,
         n_max=settings.server.n_max,
         overload_status=settings.answers.overload_status,
         show_replica=settings.answers.show_replica,

@@ -85,6 +85,7 @@ class Auth(_Strict, frozen=True, kw_only=True):
 class Server(_Strict, frozen=True, kw_only=True):
     body_bytes_max: Annotated[int, Meta(ge=1_024, le=2**30)] = 8 * 2**20
     body_seconds: Annotated[float, Meta(gt=0, le=3_600)] = 30
+    bodies_bytes_max: Annotated[int, Meta(ge=2**20, le=2**40)] = 512 * 2**20
     grace_seconds: Annotated[float, Meta(ge=0, le=3_600)] = 30
     n_max: Annotated[int, Meta(ge=1, le=128)] = 16
 

@@ -61,6 +61,9 @@ class Flow:
         try:
             answer = await reservation.granted()  # admit, and wait
             while isinstance(answer, Grant):
+                if not call.fleet.engines.knows(answer.replica):
+                    answer = await reservation.moved(answer.replica)
+                    continue
                 failure = await self._stream(call, demand, answer, reservation, client)
                 if failure is None or failure.action is not Action.MOVE:
                     return failure

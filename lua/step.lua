@@ -18,13 +18,13 @@ local NOW, OWNER, BATCH, WAKE = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
 local FIRST_OP = 5
 
 local COMMANDS = {
-  A = {command_admit, 'id name class lane blocks count size size size count cap cap size names names numbers'},
+  A = {command_admit, 'id name name name blocks count size size size count cap cap size names names numbers'},
   K = {command_claim, 'id'},
   F = {command_first_token, 'id'},
   Z = {command_resize, 'id blocks'},
   M = {command_move, 'id names'},
   S = {command_settle, 'id cap cap'},
-  R = {command_redeclare, 'id name name class lane blocks count size size count cap cap size'},
+  R = {command_redeclare, 'id name name name name blocks count size size count cap cap size'},
   H = {command_heartbeat, 'size size'},
   Y = {command_declared, ''},
 }

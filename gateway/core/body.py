@@ -14,6 +14,10 @@ from gateway.core.outcomes import Code, Refusal
 
 MEMBERS_MAX = 1024
 """Members of one object; a request of vLLM's has about a hundred."""
+CONTAINERS_MAX = 200_000
+COLONS_MAX = 250_000
+COMMAS_MAX = 1_500_000
+"""Brackets, colons and commas of a body, those in its texts too: every value costs time that no other thread gets."""
 NUMBER_BYTES_MAX = 64
 """Longest literal that is read as a number; every accepted integer has at most 20 digits."""
 SHOWN_CHARS_MAX = 40
@@ -56,8 +60,10 @@ def read_members(body: bytes) -> Members:
 
     Raises Refused: `invalid_json` for anything but one strict JSON object in UTF-8 (no NaN, no nesting deeper
     than the interpreter's limit), `duplicate_field` for a key that comes twice, however it is escaped, and
-    `invalid_value` for more than MEMBERS_MAX members.
+    `invalid_value` for more than MEMBERS_MAX members, CONTAINERS_MAX lists and objects, COLONS_MAX colons or COMMAS_MAX
+    commas.
     """
+    _check_values(body)
     values = _decode_object(body)
     if len(values) > MEMBERS_MAX:
         message = f"The body has {len(values)} fields; at most {MEMBERS_MAX} are accepted."
@@ -139,6 +145,16 @@ def append_member(body: bytes, name: str, value: bytes) -> Edit:
     """The edit that adds a member at the end of an object that has some already."""
     end = body.rindex(b"}")
     return end, end, b',"%s":%s' % (name.encode(), value)
+
+
+def _check_values(body: bytes) -> None:
+    """Counting bytes is a hundred times cheaper than decoding what they separate."""
+    if body.count(b"[") + body.count(b"{") > CONTAINERS_MAX:
+        raise Refused(Code.INVALID_VALUE, f"The body has more than {CONTAINERS_MAX} lists and objects.")
+    if body.count(b":") > COLONS_MAX:
+        raise Refused(Code.INVALID_VALUE, f"The body has more than {COLONS_MAX} colons.")
+    if body.count(b",") > COMMAS_MAX:
+        raise Refused(Code.INVALID_VALUE, f"The body has more than {COMMAS_MAX} commas.")
 
 
 def _decode_object(body: bytes) -> dict[str, bytes]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gateway.core.order import (
+    APPOINTMENT_MAX_MS,
     CREDIT_SCALE,
     DIGEST_MODULUS,
     DRAIN_SETTLING_MS,
@@ -641,8 +642,8 @@ class Books:
             return FIRST_APPOINTMENT_MS
         earliest = self.clock + self._predicted_wait(call, drain)
         due = max(self.book.get(call.lane, 0), earliest) + call.blocks * DRAIN_WINDOW_MS // drain
-        self.book[call.lane] = due
-        return due - self.clock
+        self.book[call.lane] = min(due, self.clock + APPOINTMENT_MAX_MS)
+        return self.book[call.lane] - self.clock
 
     # -- the operations ------------------------------------------------------------------------------------------
 
@@ -685,6 +686,8 @@ class Books:
         known = self.calls.get(id_)
         if known:
             return self._claim(owner, id_)
+        if not self._pools(lane) or class_ not in dict(self._fleet.classes):
+            return ["refused", "settings", "", 0, 0, FIRST_APPOINTMENT_MS]
         call = Call(
             id_, "none", owner, "", key, class_, lane, blocks, sequences, prefill, 0, cost, self.clock + wait_ms, 0,
             exclude=tuple(exclude), prefer=tuple(prefer), charge=tuple(charge),
@@ -899,6 +902,8 @@ class Books:
             known.state = "reserved"
             return ["same"]
         target = self.replicas.get(replica)
+        if target is None and force:
+            target = self.replicas[replica] = Replica(replica, pool="", state="removed")
         if target is None:
             return ["no_room"]
         fits = target.used + blocks <= target.limit or target.used == 0

@@ -20,6 +20,8 @@ DRAIN_SETTLING_MS = 1_000
 """A window younger than this is not extrapolated: one early settle would promise too much."""
 FIRST_APPOINTMENT_MS = 1_000
 """The wait that is told before anything was ever given back."""
+APPOINTMENT_MAX_MS = 60_000
+"""No answer sends a client away for longer, so the book of appointments does not reach further."""
 DIGEST_MODULUS = 2**48
 """The digest's sum of ids stays an exact double in Lua: 48 bits plus one id of 40."""
 ID_BITS = 40

@@ -26,6 +26,8 @@ TOOL_TOKENS = 16
 MEDIA_TOKENS = 4096
 """An image, audio or video part, and any part of an unknown type, whatever its bytes."""
 
+_USUAL_ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+"""One token each, which MESSAGE_TOKENS covers."""
 _TEXT_KEYS = {
     "text": "text",
     "input_text": "text",
@@ -117,12 +119,12 @@ def _check_pieces(count: int) -> None:
 
 
 def _read_message(message: Any, gathered: _Gathered) -> None:
-    """Any field but the role may be shown by a chat template."""
+    """Any field may be shown by a chat template; a usual role is in the frame that every message has."""
     if not isinstance(message, dict):
         raise Refused(Code.INVALID_VALUE, "Every one of `messages` must be an object.", "messages")
     gathered.fixed_tokens += MESSAGE_TOKENS
     for name, value in message.items():
-        if name == "role" or value is None:
+        if value is None or (name == "role" and isinstance(value, str) and value in _USUAL_ROLES):
             continue
         if name == "name":
             gathered.fixed_tokens += NAME_TOKENS

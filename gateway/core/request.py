@@ -8,6 +8,7 @@ from gateway.core.body import (
     Members,
     Refused,
     append_member,
+    is_given,
     read_boolean,
     read_integer,
     read_members,
@@ -23,6 +24,8 @@ INTEGER_MAX = 2**31 - 1
 SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
 SEQUENCES_MAX = 1024
 """Sequences of one call: prompts x choices."""
+_TRANSFER_FIELDS = ("kv_transfer_params", "ec_transfer_params")
+"""They make an engine keep blocks after its answer, for another engine: no reservation covers those."""
 
 
 class Endpoint(StrEnum):
@@ -185,7 +188,11 @@ def _read_min_tokens(members: Members, limit_field: str, output_limit: int | Non
 
 
 def _check_the_rest(members: Members, endpoint: Endpoint) -> None:
-    """Numbers that only the engine uses, but which must not reach it when they are out of any range."""
+    """What only the engine uses, but which must not reach it: transfers, and numbers out of any range."""
+    for name in _TRANSFER_FIELDS:
+        if is_given(members, name):
+            message = f"`{name}` is not accepted: it makes an engine keep blocks after its answer."
+            raise Refused(Code.INVALID_VALUE, message, name)
     read_integer(members, "seed", SEED_MIN, SEED_MAX)
     read_integer(members, "top_logprobs", 0, INTEGER_MAX)
     is_flag = "logprobs" in members and members["logprobs"].raw in (b"true", b"false")

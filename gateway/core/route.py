@@ -12,6 +12,12 @@ COMPLETIONS_OUTPUT_TOKENS = 16
 """What vLLM gives a completion that sets no `max_tokens`."""
 NO_POOL_RETRY_MS = 1000
 """Capacity is discovered by scraping, about once a second."""
+_NOT_TOLD = Refusal(
+    Code.NO_BACKEND,
+    "an engine that this request may fit has not told its capacity yet",
+    retry_ms=NO_POOL_RETRY_MS,
+)
+"""In place of a refusal for the size of the engines, while that of some is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +28,14 @@ class PoolShape:
     max_prompt_tokens: int | None
     """Longest prompt that is sent here; None for no bound but the context."""
     max_model_len: int
+    """The shortest context of its replicas."""
     block_size: int
     usable_max: int
     """Usable blocks (`num_gpu_blocks - 1`) of its largest replica."""
     sequences_max: int
     """Sequences that one replica runs at once."""
+    context_max: int | None = None
+    """The longest context of its replicas; None where they agree."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +56,8 @@ class FleetShape:
     """By rising `max_prompt_tokens`, None last."""
     lanes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Lane to the pools that its calls may use; a pool's lane has its name, and by default only that pool."""
+    complete: bool = True
+    """Every configured replica has told its capacity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +103,10 @@ def route(
     measured = _measured(fleet, request, prompt_tokens, output_tokens)
     held = sorted((p for p in measured if p.can_hold(request)), key=lambda place: -place.output_tokens)
     if not held:
-        return _never_fits(fleet, request, prompt_tokens, measured)
+        return _never_fits(fleet, request, prompt_tokens, measured) if fleet.complete else _NOT_TOLD
     if request.min_tokens > held[0].output_tokens:
-        return _too_little_output(request, held[0])
+        may_fit = held[0].clamped and not fleet.complete
+        return _NOT_TOLD if may_fit else _too_little_output(request, held[0])
     demand = _demand(request, held[0])
     if limits.blocks_max is not None and demand.unshared_blocks > limits.blocks_max:
         needed = f"The call needs {demand.unshared_blocks} KV blocks"
@@ -150,20 +162,20 @@ def _output_limit(fleet: FleetShape, request: GenerationRequest, limits: KeyLimi
         is_chat = request.endpoint is Endpoint.CHAT
         return min([fleet.default_output_tokens if is_chat else COMPLETIONS_OUTPUT_TOKENS, *caps.values()])
     context = max(pool.max_model_len for pool in fleet.pools)
-    if asked > context:
+    if asked > context and fleet.complete:
         over = f"{field_}={asked} cannot be greater than max_model_len={context}"
         return Refusal(Code.INVALID_VALUE, f"{over}. Please request fewer output tokens.", field_)
     for owner, cap in caps.items():
         if asked > cap:
             message = f"`{field_}` is {asked}; `max_output_tokens` of {owner} is {cap}."
             return Refusal(Code.OUTPUT_LIMIT_EXCEEDED, message, field_)
-    return asked
+    return _NOT_TOLD if asked > context else asked
 
 
 def _context_not_cleared(
     request: GenerationRequest, prompt_tokens: Sequence[int], limits: KeyLimits
 ) -> Refusal | None:
-    longest = max(_as_cut(request, prompt_tokens, max(prompt_tokens)))
+    longest = max(_as_cut(request, prompt_tokens, None))
     cleared = limits.context_tokens_max
     if cleared is None or longest <= cleared:
         return None
@@ -189,7 +201,7 @@ def _measure(
     output_tokens: int,
 ) -> _Place | None:
     shape = _lane_shape(fleet, pool)
-    prompts = _as_cut(request, prompt_tokens, shape.max_model_len - output_tokens)
+    prompts = _as_cut(request, prompt_tokens, _context_left(fleet, pool, output_tokens))
     longest = max(prompts)
     if longest > _prompt_tokens_max(pool, shape):
         return None
@@ -198,10 +210,14 @@ def _measure(
     return _Place(pool, shape, prompts, fitting, fitting < output_tokens, blocks)
 
 
+def _lane_pools(fleet: FleetShape, pool: PoolShape) -> list[PoolShape]:
+    names = fleet.lanes.get(pool.name, (pool.name,))
+    return [p for p in fleet.pools if p.name in names]
+
+
 def _lane_shape(fleet: FleetShape, pool: PoolShape) -> BlockShape:
     """What holds in every pool of the lane: the shortest context, and blocks counted by the smallest size."""
-    names = fleet.lanes.get(pool.name, (pool.name,))
-    pools = [p for p in fleet.pools if p.name in names]
+    pools = _lane_pools(fleet, pool)
     return BlockShape(
         max_model_len=min(p.max_model_len for p in pools),
         block_size=min(p.block_size for p in pools),
@@ -215,12 +231,29 @@ def _prompt_tokens_max(pool: PoolShape, shape: BlockShape) -> int:
     return room if pool.max_prompt_tokens is None else min(room, pool.max_prompt_tokens)
 
 
-def _as_cut(request: GenerationRequest, prompt_tokens: Sequence[int], left: int) -> tuple[int, ...]:
-    """The prompts as the engine cuts them for `truncate_prompt_tokens`, where -1 stands for `left`."""
-    most = request.truncate_prompt_tokens
-    if most is None:
+def _context_left(fleet: FleetShape, pool: PoolShape, output_tokens: int) -> int | None:
+    """What every engine of the pool's lane cuts a prompt to that it is to cut to its context.
+
+    None where their contexts differ: what the largest leaves, the smallest has no room for.
+    """
+    pools = _lane_pools(fleet, pool)
+    longest = max(p.context_max or p.max_model_len for p in pools)
+    if longest > min(p.max_model_len for p in pools):
+        return None
+    return max(1, longest - output_tokens)
+
+
+def _as_cut(
+    request: GenerationRequest, prompt_tokens: Sequence[int], context_left: int | None
+) -> tuple[int, ...]:
+    """The prompts as the engine cuts them for `truncate_prompt_tokens`; 0 is charged as no cut.
+
+    -1 stands for `context_left`, where None is no cut.
+    """
+    cut = request.truncate_prompt_tokens
+    most = context_left if cut is not None and cut < 0 else cut
+    if not most:
         return tuple(prompt_tokens)
-    most = max(1, left if most < 0 else most)
     return tuple(min(tokens, most) for tokens in prompt_tokens)
 
 

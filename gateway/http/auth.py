@@ -63,7 +63,7 @@ class Keyring:
     def find(self, authorization: bytes | None, api_key: bytes | None, now_ms: int) -> Key | None:
         """The caller behind the values of `Authorization` and `x-api-key`; None means 401.
 
-        `now_ms` is epoch milliseconds.  A bearer token decides alone, whatever `x-api-key` says.
+        `now_ms` is epoch milliseconds.  A bearer token that is not empty decides alone, whatever `x-api-key` says.
         """
         secret = _bearer(authorization) or api_key
         if not secret or len(secret) > SECRET_BYTES_MAX:

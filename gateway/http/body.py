@@ -40,7 +40,51 @@ async def discard_body(incoming: Incoming, seconds: float, bytes_max: int) -> No
                 taken += len((await incoming()).get("body", b""))
 
 
-async def read_body(scope: Scope, receive: Receive, limit_bytes: int, seconds: float) -> bytes | Refusal:
+class BodyBudget:
+    """Bytes of bodies that this process holds, being read or with their calls; one for the process."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self.bytes_max = bytes_max
+        self._held = 0
+
+    def share(self) -> "BodyShare":
+        return BodyShare(self)
+
+    def take(self, count: int) -> bool:
+        if self._held + count > self.bytes_max:
+            return False
+        self._held += count
+        return True
+
+    def give_back(self, count: int) -> None:
+        self._held -= count
+
+
+class BodyShare:
+    """What one request holds of the budget.  Whoever opened it gives it back when the request ends."""
+
+    def __init__(self, budget: BodyBudget) -> None:
+        self._budget = budget
+        self._held = 0
+
+    @property
+    def bytes_max(self) -> int:
+        return self._budget.bytes_max
+
+    def take(self, count: int) -> bool:
+        if not self._budget.take(count):
+            return False
+        self._held += count
+        return True
+
+    def give_back(self) -> None:
+        self._budget.give_back(self._held)
+        self._held = 0
+
+
+async def read_body(
+    scope: Scope, receive: Receive, limit_bytes: int, seconds: float, share: BodyShare
+) -> bytes | Refusal:
     """The whole body, or why it is not taken.  Raises ClientLeft.
 
     A refusal may come before all was read: its answer has to close the connection, or what is left would be parsed
@@ -51,7 +95,7 @@ async def read_body(scope: Scope, receive: Receive, limit_bytes: int, seconds: f
         return declared
     try:
         async with asyncio.timeout(seconds):
-            body = await _collect(receive, limit_bytes)
+            body = await _collect(receive, limit_bytes, share)
     except TimeoutError:
         return Refusal(
             Code.BODY_TIMEOUT, f"the request body did not arrive within server.body_seconds ({seconds:g} s)"
@@ -61,7 +105,7 @@ async def read_body(scope: Scope, receive: Receive, limit_bytes: int, seconds: f
     return body
 
 
-async def _collect(receive: Receive, limit_bytes: int) -> bytes | Refusal:
+async def _collect(receive: Receive, limit_bytes: int, share: BodyShare) -> bytes | Refusal:
     collected = bytearray()
     while True:
         message = await receive()
@@ -70,6 +114,8 @@ async def _collect(receive: Receive, limit_bytes: int) -> bytes | Refusal:
         chunk: bytes = message.get("body", b"")
         if len(collected) + len(chunk) > limit_bytes:
             return _too_large("the request body", limit_bytes)
+        if not share.take(len(chunk)):
+            return _no_memory(share.bytes_max)
         if message.get("more_body", False):
             collected += chunk
         else:
@@ -100,6 +146,11 @@ def _declared_bytes(headers: Iterable[tuple[bytes, bytes]], limit_bytes: int) ->
             f"a request body of {digits[:18].decode()}{'...' * (len(digits) > 18)} bytes", limit_bytes
         )
     return int(digits)
+
+
+def _no_memory(bytes_max: int) -> Refusal:
+    words = f"the bodies of all requests together have reached server.bodies_bytes_max ({bytes_max} bytes)"
+    return Refusal(Code.CAPACITY_EXCEEDED, words, retry_ms=1_000)
 
 
 def _too_large(what: str, limit_bytes: int) -> Refusal:

@@ -23,7 +23,16 @@ from gateway.core.request import Endpoint, GenerationRequest, parse
 from gateway.core.route import KeyLimits
 from gateway.flow import Flow, unshared_blocks_used
 from gateway.http.auth import Key
-from gateway.http.body import ClientLeft, Incoming, Receive, Scope, discard_body, read_body
+from gateway.http.body import (
+    BodyBudget,
+    BodyShare,
+    ClientLeft,
+    Incoming,
+    Receive,
+    Scope,
+    discard_body,
+    read_body,
+)
 from gateway.http.errors import Answer, Send, answer_of, error_event, safe_request_id, send_answer
 from gateway.http.relay import AnswerCutOff, AnswerRelay
 
@@ -33,6 +42,8 @@ MODEL_CHARS_SHOWN = 64
 """A client gets its own model name back in an error, up to this length."""
 CLIENT_STALL_SECONDS = 60.0
 """A client that takes no byte of its answer for so long has left."""
+PARSE_INLINE_BYTES_MAX = 256 * 1024
+"""Longer bodies are parsed in a thread, so that other calls go on."""
 LINGER_SECONDS = 2.0
 LINGER_BYTES_MAX = 16 * 1024 * 1024
 """What a client may still send of a body that is refused, before its connection is closed."""
@@ -56,6 +67,7 @@ class ClassTerms:
 class EdgeSettings:
     body_bytes_max: int
     body_seconds: float
+    bodies_bytes_max: int
     n_max: int
     overload_status: int
     show_replica: bool
@@ -129,6 +141,7 @@ class _Visit:
     incoming: Incoming
     send: Send
     began: float
+    share: BodyShare
     key: Key | None = None
     reported: bool = False
 
@@ -153,6 +166,7 @@ class Proxy:
         different = {fleet.name: fleet for fleet in fleets.values()}
         self._only_fleet = next(iter(different.values())) if len(different) == 1 else None
         self._settings = settings
+        self._bodies = BodyBudget(settings.bodies_bytes_max)
         self._calls = calls
         self._observer = observer
         self._jitter = jitter
@@ -160,7 +174,7 @@ class Proxy:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
         request_id = safe_request_id(headers.get(b"x-request-id"), secrets.token_hex(16))
-        visit = _Visit(request_id, Incoming(receive), send, time.monotonic())
+        visit = _Visit(request_id, Incoming(receive), send, time.monotonic(), self._bodies.share())
         try:
             await self._visit(visit, scope, headers)
         except ClientLeft:
@@ -173,6 +187,7 @@ class Proxy:
             log.exception("internal error", extra={"request_id": visit.request_id})
             await self._refuse_early(visit, Refusal(Code.INTERNAL_ERROR, ""), close=True)
         finally:
+            visit.share.give_back()
             if not visit.reported:
                 self._report_early(visit, None, Outcome.CANCELLED, Code.CLIENT_DISCONNECT, 499)
 
@@ -181,11 +196,11 @@ class Proxy:
         if refusal:
             return await self._refuse_early(visit, refusal, close=True)
         limits = self._settings.body_bytes_max, self._settings.body_seconds
-        body = await self._calls.read(read_body(scope, visit.incoming, *limits))
+        body = await self._calls.read(read_body(scope, visit.incoming, *limits, visit.share))
         visit.began = time.monotonic()
         if isinstance(body, Refusal):
             return await self._refuse_early(visit, body, close=True)
-        call = self._open_call(visit, scope, body)
+        call = await self._open_call(visit, scope, body)
         if isinstance(call, Refusal):
             return await self._refuse_early(visit, call, close=False)
         await self._serve(visit, call, visit.incoming)
@@ -204,11 +219,13 @@ class Proxy:
             return DRAINING
         return None
 
-    def _open_call(self, visit: _Visit, scope: Scope, body: bytes) -> Call | Refusal:
+    async def _open_call(self, visit: _Visit, scope: Scope, body: bytes) -> Call | Refusal:
         assert visit.key is not None
-        request = parse(Endpoint(scope["path"]), body, self._settings.n_max)
+        request = await _parse(Endpoint(scope["path"]), body, self._settings.n_max)
         if isinstance(request, Refusal):
             return request
+        if self._calls.draining:
+            return DRAINING
         fleet = self._fleet_of(request, visit.key)
         if isinstance(fleet, Refusal):
             return fleet
@@ -396,6 +413,13 @@ class _HttpClient:
             "body": self._relay.relayable_failure or error_event(refusal),
         }
         await _last_write(self._visit.send(last))
+
+
+async def _parse(endpoint: Endpoint, body: bytes, n_max: int) -> GenerationRequest | Refusal:
+    """Nothing is held yet: a cancelled wait leaves a thread that ends by itself."""
+    if len(body) <= PARSE_INLINE_BYTES_MAX:
+        return parse(endpoint, body, n_max)
+    return await asyncio.to_thread(parse, endpoint, body, n_max)
 
 
 async def _last_write(write: Awaitable[None]) -> None:

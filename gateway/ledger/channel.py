@@ -36,6 +36,8 @@ class Op:
 @dataclass(slots=True)
 class Reply:
     status: str
+    policy: int = 0
+    """Number of the settings that the store has now."""
     more: bool = False
     outbox: list[tuple[str, str]] = field(default_factory=list)
     """Grants not claimed yet: id and replica."""
@@ -120,12 +122,12 @@ class Channel:
             batch.ops = [op for op in batch.ops if op.arguments[0] != "Y"]  # it spoke of the epoch before
         if reply[0] != "ok":
             return Reply(reply[0])
-        _, _epoch, _clock, _policy, more, results, outbox = reply
+        _, _epoch, _clock, policy, more, results, outbox = reply
         paired = list(zip(batch.ops, results, strict=True))
         self._batch = None
         for op, result in paired:
             op.finish(result)
-        return Reply("ok", bool(more), list(zip(outbox[::2], outbox[1::2], strict=True)))
+        return Reply("ok", policy, bool(more), list(zip(outbox[::2], outbox[1::2], strict=True)))
 
     def _gather(self, heartbeat: Op | None) -> list[Op]:
         ops = [heartbeat] if heartbeat else []

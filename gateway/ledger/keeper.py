@@ -26,6 +26,8 @@ SLOW_SECONDS = 0.25
 GATE_SECONDS = 0.25
 """Between questions whether the gate is open."""
 PAGE_SIZE = 500
+OBSERVE_SECONDS = 3.0
+"""What this process sees of replicas is told again so often: the last word of one that died must not stay."""
 LOG_SECONDS = 10.0
 """A reason of an outage is logged once in this time."""
 
@@ -59,6 +61,9 @@ class Keeper:
         self._untold: set[str] = set()
         """Replicas whose last observation the store does not have."""
         self._told_run = ""
+        self._tell_at = 0.0
+        self._policy = 0
+        """Number of the settings in the store when we last looked."""
         self._gate_open = False
         self._differs = False
         self._listed = 0
@@ -174,9 +179,17 @@ class Keeper:
         self._sent_at = None
         self._note_up()
         if reply.status == "ok":
+            self._notice_policy(reply.policy)
             self._batches += 1
             self._known_run = self._connection.run_id
         return reply
+
+    def _notice_policy(self, policy: int) -> None:
+        if policy != self._policy:
+            log.warning(
+                "another gateway has changed the settings of fleet %s in the store", self._ledger.fleet
+            )
+            self._policy = policy
 
     async def _act_on(self, reply: Reply) -> None:
         if reply.status == "epoch":
@@ -266,17 +279,21 @@ class Keeper:
         self._configure = False
         config = self._config()
         try:
-            await self._connection.evaluate(
+            reply = await self._connection.evaluate(
                 "configure", "", self._wake_prefix, "fleet", *config_arguments(config)
             )
         except StoreAway:
             self._configure = True
             raise
+        self._policy = reply[3]
         for replica in self._observed.keys() - {r.name for r in config.replicas}:
             del self._observed[replica]
             self._untold.discard(replica)
 
     async def _tell_observations(self) -> None:
+        if self._now() >= self._tell_at:
+            self._tell_at = self._now() + OBSERVE_SECONDS
+            self._untold.update(self._observed)
         while self._untold:
             replica = min(self._untold)
             up = self._observed[replica]

@@ -27,6 +27,7 @@ CACHE_SECONDS = 0.05
 """How long a refusal of the store may be repeated without asking it again."""
 PROBE_SECONDS = 0.01
 """One call in this time goes through to the store all the same."""
+SETTINGS_DIFFER = "another gateway has given this fleet other lanes or classes; ours are being sent again"
 HOPELESS = frozenset({Code.CONTEXT_LENGTH_EXCEEDED, Code.KEY_CAP_EXCEEDED})
 """Refusals that repeating the call cannot change."""
 
@@ -204,6 +205,9 @@ class ValkeyLedger:
             self.op_failed(result)
             return Refusal(Code.INTERNAL_ERROR, "the ledger could not carry the request out")
         _, name, knob, measured, limit, retry_ms = result
+        if name == "settings":
+            self._keeper.reconfigure()
+            return Refusal(Code.STORE_UNAVAILABLE, SETTINGS_DIFFER, retry_ms=retry_ms)
         code = Code(name)
         message = _words(code, knob, measured, limit, admission)
         if code in HOPELESS:

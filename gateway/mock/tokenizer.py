@@ -20,6 +20,8 @@ VOCABULARY = 1 << (8 * TOKEN_BYTES_MAX)
 MESSAGE_TOKENS = 4
 REPLY_TOKENS = 3
 PART_TOKENS = 256
+ROLE_CHARS_MAX = 16
+"""A role up to this length is part of the template; a longer one counts as text."""
 
 _PIECE = re.compile(
     r" ?[A-Za-z]{1,5}|[0-9]{1,3}|[!-/:-@\[-`{-~]{1,2}|\x00|[\x01-\x20\x7f]{1,4}|[^\x00-\x7f]",
@@ -74,7 +76,9 @@ def _template_tokens(messages: Sequence[Mapping[str, Any]]) -> int:
 
 def _texts(messages: Sequence[Mapping[str, Any]], tools: object) -> Iterator[str]:
     for message in messages:
-        content = message.get("content")
+        role, content = message.get("role"), message.get("content")
+        if isinstance(role, str) and len(role) > ROLE_CHARS_MAX:
+            yield role
         if isinstance(content, str):
             yield content
         for part in _parts(message):

@@ -63,9 +63,15 @@ class Engines(Protocol):
         """What routing needs to know now; its pools are those with at least one known replica."""
         ...
 
+    def knows(self, replica: str) -> bool:
+        """False for one that only another gateway's settings have."""
+        ...
+
     def url(self, replica: str) -> str: ...
 
-    def pool(self, replica: str) -> str: ...
+    def pool(self, replica: str) -> str:
+        """Empty for a replica that is not known."""
+        ...
 
     def others_up(self, lane: str, tried: Sequence[str]) -> bool:
         """Whether a replica of the lane answers that was not tried yet."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from gateway.core.books import FleetConfig, ReplicaConfig
+from gateway.core.request import INTEGER_MAX
 from gateway.core.route import FleetShape, PoolShape
 from gateway.upstream.fleet import FleetWatch, ReplicaShape, ReplicaState
 
@@ -52,11 +53,14 @@ class WatchedEngines:
             self._shape = self._derive()
         return self._shape
 
+    def knows(self, replica: str) -> bool:
+        return replica in self._urls
+
     def url(self, replica: str) -> str:
         return self._urls[replica]
 
     def pool(self, replica: str) -> str:
-        return self._pools[replica]
+        return self._pools.get(replica, "")
 
     def others_up(self, lane: str, tried: Sequence[str]) -> bool:
         pools = self._plan.lanes[lane]
@@ -77,7 +81,7 @@ class WatchedEngines:
         return FleetConfig(
             lease_ms=plan.lease_ms,
             heartbeat_ms=plan.heartbeat_ms,
-            overtake_blocks=max((r.limit for r in replicas), default=0) if overtake is None else overtake,
+            overtake_blocks=_largest_limit(replicas) if overtake is None else overtake,
             lanes=tuple(plan.lanes.items()),
             classes=plan.classes,
             replicas=replicas,
@@ -85,7 +89,8 @@ class WatchedEngines:
 
     def _derive(self) -> FleetShape:
         known: dict[str, list[ReplicaShape]] = {}
-        for state in self._watch.states():
+        states = self._watch.states()
+        for state in states:
             if state.shape:
                 known.setdefault(state.spec.pool, []).append(state.shape)
         plan = self._plan
@@ -100,7 +105,13 @@ class WatchedEngines:
             share_prompt_of_n=plan.share_prompt_of_n,
             pools=tuple(_pool_shape(name, most, known[name]) for name, most in plan.pools if name in known),
             lanes=plan.lanes,
+            complete=all(state.shape for state in states),
         )
+
+
+def _largest_limit(replicas: Sequence[ReplicaConfig]) -> int:
+    """Without any known replica nobody can be overtaken: no hold is due."""
+    return max((replica.limit for replica in replicas if replica.limit > 0), default=INTEGER_MAX)
 
 
 def blocks_limit(num_gpu_blocks: int, safe_fraction: float) -> int:
@@ -126,4 +137,5 @@ def _pool_shape(name: str, max_prompt_tokens: int | None, replicas: list[Replica
         block_size=min(r.block_size for r in replicas),
         usable_max=max(r.num_gpu_blocks - 1 for r in replicas),
         sequences_max=max(r.max_num_seqs for r in replicas),
+        context_max=max(r.max_model_len for r in replicas),
     )

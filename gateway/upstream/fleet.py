@@ -142,6 +142,10 @@ async def _cache_config(spec: ReplicaSpec, client: httpx.AsyncClient, timeout_se
         if spec.num_gpu_blocks is None or spec.block_size is None:
             raise
         return CacheConfig(None, None)
+    return _config_of(spec, text)
+
+
+def _config_of(spec: ReplicaSpec, text: bytes) -> CacheConfig:
     configs = cache_configs(text.decode("utf-8", "replace"))
     if len(configs) > 1:
         names = ", ".join(sorted(configs))
@@ -205,6 +209,11 @@ def _lower(configured: int | None, stated: int) -> int:
     return stated if configured is None else min(configured, stated)
 
 
+def _differs(configured: int | None, stated: int | None, discovered: int) -> bool:
+    """Whether discovery would give another number now; what is not stated says nothing."""
+    return stated is not None and _lower(configured, stated) != discovered
+
+
 async def _get(client: httpx.AsyncClient, url: str, timeout_seconds: float) -> bytes:
     """The body of a 200, within time and size."""
     body = bytearray()
@@ -259,7 +268,9 @@ class FleetWatch:
     ) -> None:
         """`on_change` gets the names of replicas that came up, went down or changed shape; never twice at a time.
 
-        If it fails it is called again later with the same names.  The watch owns `client` and closes it.
+        Each name comes once after the first attempt too, whatever came of it: what others still believe of a
+        replica that never answers here has to be corrected.
+        If `on_change` fails it is called again later with the same names.  The watch owns `client` and closes it.
         """
         self._replicas = {spec.name: _Replica(spec) for spec in specs}
         self._models = models
@@ -316,7 +327,9 @@ class FleetWatch:
                 await (self._probe(replica) if replica.up else self._revive(replica))
             except Exception:
                 log.exception("replica %s: the watch failed", replica.spec.name)
-            replica.tried.set()
+            if not replica.tried.is_set():
+                replica.tried.set()
+                self._tell(replica)
             await self._sleep(self._pause_seconds(replica))
 
     def _pause_seconds(self, replica: _Replica) -> float:
@@ -338,22 +351,45 @@ class FleetWatch:
             return
         replica.misses = 0
         replica.refusals = 0
-        await self._recognise(replica)
+        if problem := await self._difference(replica):
+            self._take_out(replica, problem)
+            await self._revive(replica)
 
-    async def _recognise(self, replica: _Replica) -> None:
-        """Another process may answer at the same address between two good probes."""
+    async def _difference(self, replica: _Replica) -> str:
+        """Another process may answer at the same address between two good probes; empty where none shows."""
+        shape = replica.shape
+        assert shape is not None, "a replica is up only once it was discovered"
+        async with asyncio.TaskGroup() as both:
+            context = both.create_task(self._other_context(replica.spec, shape))
+            blocks = both.create_task(self._other_blocks(replica.spec, shape))
+        return context.result() or blocks.result()
+
+    async def _other_context(self, spec: ReplicaSpec, shape: ReplicaShape) -> str:
         try:
-            served = await _served(replica.spec, self._client, self._probe_timeout_seconds)
+            served = await _served(spec, self._client, self._probe_timeout_seconds)
         except _Trouble:
-            return
+            return ""
         try:
-            stated = _context_of(replica.spec, self._models, served)
+            stated = _context_of(spec, self._models, served)
         except _Trouble as trouble:
-            self._take_out(replica, str(trouble))
-            return
-        assert replica.shape is not None, "a replica is up only once it was discovered"
-        if stated is not None and _lower(replica.spec.max_model_len, stated) != replica.shape.max_model_len:
-            self._take_out(replica, f"its max_model_len is now {stated}")
+            return str(trouble)
+        differs = _differs(spec.max_model_len, stated, shape.max_model_len)
+        return f"its max_model_len is now {stated}" if differs else ""
+
+    async def _other_blocks(self, spec: ReplicaSpec, shape: ReplicaShape) -> str:
+        try:
+            text = await _get(self._client, f"{spec.url}/metrics", self._probe_timeout_seconds)
+        except _Trouble:
+            return ""
+        try:
+            stated = _config_of(spec, text)
+        except _Trouble as trouble:
+            return str(trouble)
+        if _differs(spec.num_gpu_blocks, stated.num_gpu_blocks, shape.num_gpu_blocks):
+            return f"its blocks are now {stated.num_gpu_blocks}"
+        if _differs(spec.block_size, stated.block_size, shape.block_size):
+            return f"its blocks are now of {stated.block_size} tokens"
+        return ""
 
     async def _revive(self, replica: _Replica) -> None:
         """Bring a replica in that answers and is what it should be."""

@@ -86,6 +86,9 @@ local function command_admit(owner, id, key, class, lane, blocks, sequences, pre
                              requests_max, queue_max, prefer, exclude, charge)
   if foreign(owner, id) then return {'refused', 'id', '', 0, 0, 0} end
   if fetch(calls, id) then return command_claim(owner, id) end
+  if not config.pools[lane] or not config.shares[class] then
+    return {'refused', 'settings', '', 0, 0, FIRST_APPOINTMENT_MS}
+  end
   local call = {state = 'none', owner = owner, replica = '', key = key, class = class, lane = lane, blocks = blocks,
     sequences = sequences, prefill = prefill, prefilling = 0, cost = cost, deadline = meta.clock + wait_ms, arrival = 0,
     passed = 0, attempt = 0, charged = 0, exclude = exclude, prefer = prefer, charge = charge}

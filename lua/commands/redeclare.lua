@@ -2,6 +2,14 @@
 -- R id replica key class lane blocks sequences prefill cost weight blocks_max requests_max force: a running call says
 -- where it runs, after its owner lost its lease or the store its data.
 -- same | declared | no_room | refused id | error text
+
+-- A call runs where nobody places calls any more: its blocks count until it ends.
+local function add_removed(name)
+  replicas[name] = {pool = '', limit = 0, usable = 0, sequences_max = 0, prefill_max = 0, used = 0, sequences = 0,
+    prefill = 0, state = 'removed', held_for = ''}
+  store_replica(name)
+end
+
 local function command_redeclare(owner, id, name, key, class, lane, blocks, sequences, prefill, cost, weight, blocks_max,
                                  requests_max, force)
   if foreign(owner, id) then return {'refused', 'id', '', 0, 0, 0} end
@@ -11,6 +19,7 @@ local function command_redeclare(owner, id, name, key, class, lane, blocks, sequ
     claim(id, known)
     return {'same'}
   end
+  if not replicas[name] and force == 1 then add_removed(name) end
   local replica = replicas[name]
   if not replica then return {'no_room'} end
   local fitting = replica.used + blocks <= replica.limit or replica.used == 0

@@ -1,6 +1,7 @@
 --- @include "lib/queue"
 -- How fast a lane drains, and when a refused call should come back.
 local DRAIN_WINDOW_MS, DRAIN_SETTLING_MS, FIRST_APPOINTMENT_MS = 10000, 1000, 1000
+local APPOINTMENT_MAX_MS = 60000
 
 -- Blocks given back per window, now: a sliding window of two halves.
 local function drain_of(drain)
@@ -71,7 +72,8 @@ local function appointment(call)
   if drain == 0 then return FIRST_APPOINTMENT_MS end
   local lane = lane_of(call.lane)
   local earliest = meta.clock + predicted_wait(call, drain)
-  lane.book = math.max(lane.book, earliest) + math.floor(call.blocks * DRAIN_WINDOW_MS / drain)
+  local due = math.max(lane.book, earliest) + math.floor(call.blocks * DRAIN_WINDOW_MS / drain)
+  lane.book = math.min(due, meta.clock + APPOINTMENT_MAX_MS)
   store(lane_rows, call.lane, lane)
   return lane.book - meta.clock
 end

@@ -98,7 +98,8 @@ local function write_books(wake_prefix)
     scalars[#scalars + 1] = meta[field]
   end
   redis.call('HSET', META, unpack(scalars))
-  for owner in pairs(wakes) do redis.call('PUBLISH', wake_prefix .. owner, '') end
+  -- A user without the right to publish costs a heartbeat, not the books.
+  for owner in pairs(wakes) do redis.pcall('PUBLISH', wake_prefix .. owner, '') end
 end
 
 local function ceil_div(numerator, denominator)

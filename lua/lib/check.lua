@@ -23,8 +23,6 @@ end
 local KINDS = {
   id = function(value) return type(value) == 'string' and #value == 10 and tonumber(value, 16) ~= nil end,
   name = is_name,
-  class = function(value) return is_name(value) and config.shares[value] ~= nil end,
-  lane = function(value) return is_name(value) and config.pools[value] ~= nil end,
   blocks = function(value) return is_integer(value, 1) end,
   count = function(value) return is_integer(value, 1) end,
   size = function(value) return is_integer(value, 0) end,

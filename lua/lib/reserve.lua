@@ -11,7 +11,7 @@ end
 
 -- Whether the call can run there at all, however busy it is now.
 local function could_use(call, name, replica)
-  return replica.state == 'up' and contains(config.pools[call.lane], replica.pool)
+  return replica.state == 'up' and contains(config.pools[call.lane] or {}, replica.pool)
     and not contains(call.exclude, name) and call.blocks <= replica.usable
     and call.sequences <= replica.sequences_max
 end

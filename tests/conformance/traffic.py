@@ -188,7 +188,10 @@ class Traffic:
             self.policies[key] = self._policy()
         blocks = self._blocks()
         class_ = pick(["high", "normal", "low"]) if self.random.random() < 0.5 else "normal"
-        return ["A", id_, key, class_, pick("ab"), blocks, pick([1, 1, 2]), pick([0, 5, 20, 40]),
+        lane = pick("ab")
+        if self.random.random() < 0.02:
+            class_, lane = pick([("gone", lane), (class_, "gone")])
+        return ["A", id_, key, class_, lane, blocks, pick([1, 1, 2]), pick([0, 5, 20, 40]),
                 blocks * pick([1, 5]), pick([0, 1, 100, 5000, 10**6]), *self.policies[key], pick([0, 2, 100, 100]),
                 pick([[], [], ["r1"], ["r0", "r2"]]), pick([[], [], [], ["r0"]]), []]  # fmt: skip
 
@@ -219,7 +222,7 @@ class Traffic:
         )
         used.add(id_)
         key = pick(sorted(self.policies))
-        return ["R", id_, f"r{pick(range(4))}", key, "normal", pick("ab"), self._blocks(), 1, pick([0, 5]), 7,
+        return ["R", id_, f"r{pick(range(5))}", key, "normal", pick("abbac"), self._blocks(), 1, pick([0, 5]), 7,
                 *self.policies[key], pick([0, 1])]  # fmt: skip
 
     def _heartbeat(self, owner: str) -> Op:

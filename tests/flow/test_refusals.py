@@ -1,6 +1,7 @@
 """Refusals that are certain are given before tokens are counted, and the store's own for a moment without asking it."""
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -9,7 +10,8 @@ from typing import Any
 import pytest
 
 from gateway.core.events import CallEnded
-from gateway.core.outcomes import Code, Outcome
+from gateway.core.outcomes import Code, Outcome, Refusal
+from gateway.core.request import GenerationRequest, parse
 from gateway.ledger.api import Reservation
 from gateway.tokens.api import Counted
 from tests.flow.driver import Visitor
@@ -172,3 +174,71 @@ async def test_a_call_is_not_called_hopeless_by_an_estimate_of_bytes(store_url: 
         visitor = await world.visit(body)
     assert (visitor.status, visitor.json["error"]["code"]) == (429, "capacity_exceeded")
     assert visitor.header("retry-after") in ("1", "2")
+
+
+NASTY = b'{"messages":[{"role":"user","content":"x","z":[' + b'{"a":1.5},2.5,"c",' * 190_000 + b"0"
+NASTY += b" " * (8_000_000 - len(NASTY)) + b"]}]}"
+"""Nearly all the values that a body may have, and as long as it may be."""
+
+
+@pytest.mark.parametrize(("body", "goes_on"), [(NASTY, True), (b"{}", False)], ids=["long", "short"])
+async def test_the_loop_goes_on_while_a_long_body_is_parsed(
+    store_url: str, monkeypatch: pytest.MonkeyPatch, body: bytes, goes_on: bool
+) -> None:
+    turns, parsed = 0, []
+
+    async def turn() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    def counted(*arguments: Any) -> GenerationRequest | Refusal:
+        before = turns
+        request = parse(*arguments)
+        parsed.append(turns - before)
+        return request
+
+    monkeypatch.setattr("gateway.http.proxy.parse", counted)
+    async with gateway(store_url, {"a": NOWHERE}) as world:
+        turning = asyncio.create_task(turn())
+        await world.visit(body)
+        turning.cancel()
+        await world.quiet()
+    assert [bool(count) for count in parsed] == [goes_on]
+
+
+async def test_a_client_that_leaves_during_a_parse_leaves_nothing(
+    store_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, begun, end = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+
+    def held(*arguments: Any) -> GenerationRequest | Refusal:
+        loop.call_soon_threadsafe(begun.set)
+        end.wait()
+        return parse(*arguments)
+
+    monkeypatch.setattr("gateway.http.proxy.parse", held)
+    async with gateway(store_url, {"a": NOWHERE}) as world:
+        visit = asyncio.create_task(world.visit(NASTY))
+        await begun.wait()
+        visit.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await visit
+        end.set()
+        assert (world.only_end().outcome, world.calls.inflight()) == (Outcome.CANCELLED, {})
+        await world.quiet()
+
+
+async def test_a_drain_during_a_parse_comes_first(store_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with gateway(store_url, {"a": NOWHERE}) as world:
+        loop = asyncio.get_running_loop()
+
+        def drained(*arguments: Any) -> GenerationRequest | Refusal:
+            loop.call_soon_threadsafe(world.calls.drain)
+            return parse(*arguments)
+
+        monkeypatch.setattr("gateway.http.proxy.parse", drained)
+        visitor = await world.visit(NASTY)
+        assert (visitor.status, visitor.json["error"]["code"]) == (503, "draining")
+        await world.quiet()

@@ -232,6 +232,7 @@ def _settings(wait_ms: int, queue_max: int) -> EdgeSettings:
     return EdgeSettings(
         body_bytes_max=1 << 23,
         body_seconds=LONG,
+        bodies_bytes_max=1 << 29,
         n_max=16,
         overload_status=429,
         show_replica=True,

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 
 from gateway.upstream.fleet import (
+    BACKOFF_FIRST_SECONDS,
     BACKOFF_MAX_SECONDS,
     BODY_BYTES_MAX,
     FleetWatch,
@@ -349,10 +350,24 @@ async def test_a_replica_that_does_not_answer_at_start_joins_later() -> None:
         assert "ConnectError" in watch.states()[0].problem
         await soon(lambda: len(world.pauses) >= 5)
         assert world.pauses[:5] == [1, 2, 4, BACKOFF_MAX_SECONDS, BACKOFF_MAX_SECONDS]
-        assert not world.changes
+        assert world.changes == [frozenset({"a"})]
         async with serving(Engine(), port):
             await soon(lambda: watch.is_up("a"))
-            await soon(lambda: world.changes == [frozenset({"a"})])
+            await soon(lambda: world.changes == [frozenset({"a"}), frozenset({"a"})])
+
+
+async def test_the_first_attempt_is_announced_once_whatever_came_of_it() -> None:
+    """A store may still say `up` of a replica that died while nobody watched."""
+    async with engine() as here, engine() as sick, engine() as wrong:
+        sick.health = (503, b"")
+        wrong.models = (200, models("gpt2"))
+        world = World()
+        replicas = spec(here.url), spec(sick.url, "sick"), spec(wrong.url, "wrong")
+        async with watching(world, *replicas) as watch:
+            await watch.tried()
+            await soon(lambda: len(world.pauses) >= 20)
+            assert [state.up for state in watch.states()] == [True, False, False]
+            assert sorted(name for names in world.changes for name in names) == ["a", "sick", "wrong"]
 
 
 async def test_two_missed_probes_take_a_replica_out_and_one_good_brings_it_back() -> None:
@@ -361,11 +376,11 @@ async def test_two_missed_probes_take_a_replica_out_and_one_good_brings_it_back(
         async with watching(world, spec(here.url)) as watch:
             await watch.tried()
             here.health = (503, b"")
-            here.metrics = (200, metrics(cache_line(blocks=99)))
             await soon(lambda: not watch.is_up("a"))
             misses = world.pauses.index(0.5)
             assert world.pauses[misses : misses + 2] == [0.5, 1.0]
             assert watch.states()[0].problem == f"{here.url}/health answers 503"
+            here.metrics = (200, metrics(cache_line(blocks=99)))
             here.health = (200, b"")
             await soon(lambda: watch.is_up("a"))
             shape = watch.states()[0].shape
@@ -453,6 +468,87 @@ async def test_another_context_length_is_discovered_anew() -> None:
                 return watch.is_up("a") and shape is not None and shape.max_model_len == 8192
 
             await soon(grown)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "size", "words"), [(128, 32, "128"), (512, 32, "512"), (256, 16, "of 16 tokens")]
+)
+async def test_other_blocks_are_discovered_anew_at_once(
+    blocks: int, size: int, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with engine() as here:
+        world = World()
+        async with watching(world, spec(here.url)) as watch:
+            await watch.tried()
+            await soon(lambda: len(world.changes) == 1)
+            here.metrics = (200, metrics(cache_line(blocks, size)))
+
+            def discovered() -> bool:
+                shape = watch.states()[0].shape
+                assert shape is not None
+                return watch.is_up("a") and (shape.num_gpu_blocks, shape.block_size) == (blocks, size)
+
+            await soon(discovered)
+            await soon(lambda: len(world.changes) == 3)
+            assert BACKOFF_FIRST_SECONDS not in world.pauses
+    assert f"replica a is down: its blocks are now {words}" in caplog.text
+
+
+async def test_several_engines_at_the_same_address_are_taken_out_and_stay_down() -> None:
+    async with engine() as here:
+        world = World()
+        async with watching(world, spec(here.url)) as watch:
+            await watch.tried()
+            here.metrics = (200, metrics(cache_line(engine="0"), cache_line(engine="1")))
+            await soon(lambda: 4 in world.pauses)
+            assert not watch.is_up("a")
+            assert "reaches 2 engines" in watch.states()[0].problem
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        None,
+        (500, b""),
+        (200, b""),
+        (200, b"\xff\x00<html>"),
+        (200, metrics(cache_line(blocks="None", size="None"))),
+        (200, metrics(cache_line(blocks="None"))),
+        (200, metrics(cache_line(size="None"))),
+        (200, b"x" * (BODY_BYTES_MAX + 1)),
+    ],
+)
+async def test_metrics_that_state_nothing_say_nothing_against_a_replica(
+    answer: tuple[int, bytes] | None,
+) -> None:
+    async with engine() as here:
+        world = World()
+        async with watching(world, spec(here.url)) as watch:
+            await watch.tried()
+            here.metrics = answer
+            asked = here.asked.count("/metrics")
+            await soon(lambda: here.asked.count("/metrics") >= asked + 3)
+            assert watch.is_up("a")
+            assert world.changes == [frozenset({"a"})]
+
+
+async def test_the_configured_numbers_count_when_blocks_are_compared() -> None:
+    """What lies above the configured numbers changes nothing; what lies below them does."""
+    async with engine() as here:
+        world = World()
+        async with watching(world, spec(here.url, num_gpu_blocks=100, block_size=16)) as watch:
+            await watch.tried()
+            here.metrics = (200, metrics(cache_line(blocks=200, size=64)))
+            asked = here.asked.count("/metrics")
+            await soon(lambda: here.asked.count("/metrics") >= asked + 3)
+            assert world.changes == [frozenset({"a"})]
+            here.metrics = (200, metrics(cache_line(blocks=99, size=64)))
+
+            def lowered() -> bool:
+                shape = watch.states()[0].shape
+                return watch.is_up("a") and shape is not None and shape.num_gpu_blocks == 99
+
+            await soon(lowered)
 
 
 async def test_a_failed_announcement_is_repeated() -> None:

@@ -34,6 +34,7 @@ def constant(name: str) -> int:
         ("TAG_SCALE", order.TAG_SCALE),
         ("CREDIT_SCALE", order.CREDIT_SCALE),
         ("DIGEST_MODULUS", order.DIGEST_MODULUS),
+        ("APPOINTMENT_MAX_MS", order.APPOINTMENT_MAX_MS),
         ("DRAIN_WINDOW_MS", order.DRAIN_WINDOW_MS),
         ("DRAIN_SETTLING_MS", order.DRAIN_SETTLING_MS),
         ("FIRST_APPOINTMENT_MS", order.FIRST_APPOINTMENT_MS),

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from gateway.core.outcomes import Code, Refusal
-from gateway.http.body import ClientLeft, read_body
+from gateway.http.body import BodyBudget, BodyShare, ClientLeft, read_body
 
 LIMIT_BYTES = 1_000
 
@@ -33,8 +33,11 @@ def chunks(*parts: bytes, end: bool = True) -> list[dict[str, Any]]:
     ]
 
 
-async def read(client: Client, *headers: tuple[bytes, bytes], seconds: float = 60) -> bytes | Refusal:
-    return await read_body({"headers": list(headers)}, client.receive, LIMIT_BYTES, seconds)
+async def read(
+    client: Client, *headers: tuple[bytes, bytes], seconds: float = 60, share: BodyShare | None = None
+) -> bytes | Refusal:
+    share = share or BodyBudget(1 << 20).share()
+    return await read_body({"headers": list(headers)}, client.receive, LIMIT_BYTES, seconds, share)
 
 
 def code_of(result: bytes | Refusal) -> Code:
@@ -130,3 +133,19 @@ async def test_cancelling_passes_through() -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+async def test_bodies_share_a_budget() -> None:
+    """What one request holds is not there for another until it is given back."""
+    budget = BodyBudget(1_000)
+    first, second = budget.share(), budget.share()
+    assert await read(Client(*chunks(b"a" * 400, b"a" * 200)), share=first) == b"a" * 600
+    refused = await read(Client(*chunks(b"b" * 300, b"b" * 200)), share=second)
+    assert isinstance(refused, Refusal)
+    assert refused.code is Code.CAPACITY_EXCEEDED
+    assert "server.bodies_bytes_max" in refused.message
+    second.give_back()
+    first.give_back()
+    first.give_back()
+    assert await read(Client(*chunks(b"c" * 1_000)), share=budget.share()) == b"c" * 1_000
+    assert code_of(await read(Client(*chunks(b"d")), share=budget.share())) is Code.CAPACITY_EXCEEDED

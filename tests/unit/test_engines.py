@@ -132,7 +132,9 @@ def test_what_may_overtake_is_one_replicas_limit_unless_configured(watch: Watch)
 def test_a_pool_promises_what_each_of_its_replicas_can_do_and_the_blocks_of_its_largest(watch: Watch) -> None:
     watch.set("a", num_gpu_blocks=1001, max_model_len=8192, max_num_seqs=8, block_size=32)
     watch.set("b", num_gpu_blocks=2001, max_model_len=4096, max_num_seqs=4, block_size=16)
-    short = PoolShape("short", 4096, max_model_len=4096, block_size=16, usable_max=2000, sequences_max=8)
+    short = PoolShape(
+        "short", 4096, max_model_len=4096, block_size=16, usable_max=2000, sequences_max=8, context_max=8192
+    )
     assert engines(watch).shape().pools == (short,)
 
 
@@ -149,6 +151,15 @@ def test_a_replica_that_went_down_still_says_what_can_ever_fit(watch: Watch) -> 
     """Such a call gets 503 and may come back, not 400."""
     watch.set("c", up=False, num_gpu_blocks=4001)
     assert [pool.name for pool in engines(watch).shape().pools] == ["long"]
+
+
+def test_a_shape_is_complete_when_every_replica_has_answered(watch: Watch) -> None:
+    """Until then nothing is refused for good because of what is known."""
+    watch.set("a")
+    watch.set("b")
+    assert not engines(watch).shape().complete
+    watch.set("c", up=False)
+    assert engines(watch).shape().complete
 
 
 def test_the_shape_is_kept_until_a_replica_changes(watch: Watch) -> None:

@@ -233,6 +233,27 @@ def test_too_many_fields() -> None:
     assert refused(encode({f"k{i}": 1 for i in range(2000)})).code is Code.INVALID_VALUE
 
 
+@pytest.mark.parametrize(
+    ("values", "most", "around", "words"),
+    [
+        (b"[],", bodies.CONTAINERS_MAX, 4, "200000 lists and objects"),
+        (b"{},", bodies.CONTAINERS_MAX, 4, "200000 lists and objects"),
+        (b"0,", bodies.COMMAS_MAX, 2, "1500000 commas"),
+        (b'"::::::::::",', bodies.COLONS_MAX // 10, 1, "250000 colons"),
+    ],
+    ids=["lists", "objects", "commas", "colons"],
+)
+def test_too_many_values_are_refused_before_they_are_read(
+    values: bytes, most: int, around: int, words: str
+) -> None:
+    """`around` are those of the rest of the body."""
+    head = b'{"messages":[{"role":"user","content":"hi","z":['
+    read(head + values * (most - around) + b"0]}]}")
+    refusal = refused(head + values * (most - around + 1))
+    assert (refusal.code, refusal.param) == (Code.INVALID_VALUE, None)
+    assert words in refusal.message
+
+
 JSON = st.recursive(
     st.none()
     | st.booleans()
@@ -336,6 +357,15 @@ def test_what_cannot_be_counted_is_refused() -> None:
     read(completion(prompt_embeds=None), Endpoint.COMPLETIONS)
 
 
+@pytest.mark.parametrize("name", ["kv_transfer_params", "ec_transfer_params"])
+@pytest.mark.parametrize("value", [{}, {"do_remote_decode": True}, 1])
+def test_what_makes_an_engine_keep_blocks_after_its_answer_is_refused(name: str, value: Any) -> None:
+    for body, endpoint in ((chat, Endpoint.CHAT), (completion, Endpoint.COMPLETIONS)):
+        refusal = refused(body(**{name: value}), endpoint)
+        assert (refusal.code, refusal.param) == (Code.INVALID_VALUE, name)
+        read(body(**{name: None}), endpoint)
+
+
 # Chats
 
 
@@ -343,6 +373,18 @@ def test_the_frame_of_a_chat() -> None:
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "name": "ann", "content": "é"}]
     prompt = text_of(chat(messages=messages))
     assert prompt == PromptText(("be brief", "ann", "é"), 2 * MESSAGE_TOKENS + NAME_TOKENS + REPLY_TOKENS, 13)
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "user", "assistant", "tool", "function", None])
+def test_a_usual_role_is_part_of_the_frame(role: str | None) -> None:
+    assert text_of(chat(messages=[{"role": role, "content": "hi"}])).texts == ("hi",)
+
+
+@pytest.mark.parametrize(
+    ("role", "text"), [("word " * 10_000, "word " * 10_000), ("👻" * 16,) * 2, ({"a": [1]}, '{"a":[1]}')]
+)
+def test_any_other_role_is_text(role: Any, text: str) -> None:
+    assert text_of(chat(messages=[{"role": role, "content": "hi"}])).texts == (text, "hi")
 
 
 def test_media_cost_a_fixed_number_whatever_their_bytes() -> None:

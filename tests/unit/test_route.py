@@ -156,7 +156,7 @@ def test_a_shared_prompt_is_reserved_once_but_counts_in_full() -> None:
     assert answer.cost == 880 * 5
 
 
-@pytest.mark.parametrize(("cut", "tokens"), [(0, 1), (100, 100), (6000, 5000), (-1, 5000)])
+@pytest.mark.parametrize(("cut", "tokens"), [(0, 5000), (100, 100), (6000, 5000), (-1, 5000)])
 def test_a_prompt_is_no_longer_than_the_engine_leaves_it(cut: int, tokens: int) -> None:
     assert demand(5000, truncate_prompt_tokens=cut).longest_prompt_tokens == tokens
 
@@ -164,6 +164,25 @@ def test_a_prompt_is_no_longer_than_the_engine_leaves_it(cut: int, tokens: int) 
 def test_a_prompt_that_the_engine_cuts_to_its_context_fits() -> None:
     answer = demand(99_999, truncate_prompt_tokens=-1, max_tokens=768)
     assert (answer.longest_prompt_tokens, answer.output_tokens) == (32_000, 768)
+
+
+@pytest.mark.parametrize(
+    "fleet",
+    [
+        replace(FLEET, lanes={"short": ("short", "long")}),
+        replace(FLEET, pools=(replace(SHORT, context_max=32768), LONG)),
+    ],
+    ids=["pools of a lane", "replicas of a pool"],
+)
+def test_a_cut_to_the_context_is_none_where_engines_of_a_lane_differ_in_it(fleet: FleetShape) -> None:
+    answer = demand(20_000, fleet=fleet, truncate_prompt_tokens=-1, max_tokens=4097)
+    assert (answer.lane, answer.longest_prompt_tokens) == ("long", 20_000)
+
+
+def test_a_prompt_is_not_cut_by_an_output_limit_that_is_clamped_for_a_smaller_engine() -> None:
+    fleet = replace(FLEET, pools=(replace(SHORT, context_max=8292),))
+    answer = demand(4000, fleet=fleet, truncate_prompt_tokens=-1, max_tokens=8000)
+    assert (answer.longest_prompt_tokens, answer.output_tokens) == (4000, 4192)
 
 
 # Refusals
@@ -224,6 +243,41 @@ def test_a_fleet_whose_engines_have_not_told_their_capacity() -> None:
     assert answer.retry_ms
 
 
+UNTOLD = replace(FLEET, complete=False)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "fields"),
+    [
+        (32_768, {"max_tokens": 1}),
+        (1, {"n": 257, "max_tokens": 1}),
+        (8000, {"n": 50, "max_tokens": 10}),
+        (100, {"max_tokens": 32_769}),
+        (32_000, {"min_tokens": 800, "max_tokens": 900}),
+    ],
+)
+def test_what_an_engine_that_has_not_told_its_capacity_may_hold_is_not_refused_for_good(
+    tokens: int, fields: dict[str, Any]
+) -> None:
+    assert refusal(tokens, **fields).code is not Code.NO_BACKEND
+    for answer in (
+        refusal(tokens, fleet=UNTOLD, **fields),
+        hopeless(UNTOLD, request(**fields), tokens, FREE),
+    ):
+        assert answer is not None
+        assert (answer.code, answer.should_retry) == (Code.NO_BACKEND, None)
+        assert answer.retry_ms
+
+
+def test_no_engine_changes_what_the_operator_or_the_client_forbids() -> None:
+    fleet = replace(UNTOLD, max_output_tokens=500)
+    assert refusal(100, fleet=fleet, max_tokens=40_000).code is Code.OUTPUT_LIMIT_EXCEEDED
+    assert refusal(100, fleet=UNTOLD, min_tokens=1025).param == "min_tokens"
+    limits = KeyLimits(context_tokens_max=2000, blocks_max=64)
+    assert refusal(40_000, fleet=UNTOLD, limits=limits).code is Code.CONTEXT_NOT_CLEARED
+    assert refusal(1000, fleet=UNTOLD, limits=limits).code is Code.KEY_CAP_EXCEEDED
+
+
 # Bounds
 
 POOLS = st.lists(
@@ -249,6 +303,10 @@ def fleets(draw: st.DrawFn) -> FleetShape:
         replace(p, name=f"p{i}", max_prompt_tokens=b)
         for i, (p, b) in enumerate(zip(pools, [*bounds, None], strict=True))
     ]
+    named = [
+        replace(p, context_max=p.max_model_len + draw(st.sampled_from([1, 50]))) if draw(st.booleans()) else p
+        for p in named
+    ]
     pairs = {p.name: (p.name, draw(st.sampled_from(named)).name) for p in named if draw(st.booleans())}
     share = draw(st.booleans())
     return replace(FLEET, pools=tuple(named), lanes=pairs, share_prompt_of_n=share, default_output_tokens=20)
@@ -259,7 +317,7 @@ FIELDS = st.fixed_dictionaries(
     optional={
         "max_tokens": st.integers(1, 300),
         "n": st.integers(1, 4),
-        "truncate_prompt_tokens": st.sampled_from([-1, 5, 50]),
+        "truncate_prompt_tokens": st.sampled_from([-1, 0, 5, 50]),
     },
 )
 
@@ -299,6 +357,20 @@ def test_a_demand_always_fits_where_it_is_sent(
     assert answer.longest_prompt_tokens + answer.output_tokens <= context
     assert answer.output_tokens >= 1
     assert answer.cost >= 1
+
+
+@given(fleets(), FIELDS, st.integers(1, 420))
+def test_no_engine_of_the_lane_keeps_more_of_a_prompt_than_was_charged(
+    fleet: FleetShape, fields: dict[str, Any], tokens: int
+) -> None:
+    answer = route(fleet, request(**fields | {"truncate_prompt_tokens": -1}), [tokens], FREE)
+    if isinstance(answer, Refusal):
+        return
+    names = fleet.lanes.get(answer.lane, (answer.lane,))
+    for pool in fleet.pools:
+        if pool.name in names:
+            kept = min(tokens, (pool.context_max or pool.max_model_len) - answer.output_tokens)
+            assert kept <= answer.longest_prompt_tokens
 
 
 def test_hopeless_calls_need_no_count() -> None:
