@@ -90,7 +90,7 @@ def start(world: World, processes: int, blocks: int, key: dict[str, Any]) -> Cro
     return Crowd(gateways, mock)
 
 
-@pytest.mark.parametrize(("processes", "rounds"), [(1, 16), (2, 18), (4, 16)])
+@pytest.mark.parametrize(("processes", "rounds"), [(1, 16), (2, 50), (4, 16)])
 async def test_budget(new_world: World, processes: int, rounds: int) -> None:
     crowd = start(new_world, processes, BUDGET, {})
     for number in range(rounds):

@@ -42,6 +42,11 @@ def streaming(*gateways: GatewayProcess) -> Iterator[list["concurrent.futures.Fu
         yield [threads.submit(stream, gateway) for gateway in gateways for _ in range(STREAMS)]
 
 
+def held(gateway: GatewayProcess) -> tuple[int, int]:
+    state = gateway.state()
+    return state["reserved"], state["leases"]
+
+
 def quiet(*gateways: GatewayProcess) -> bool:
     return all(gateway.is_quiet() for gateway in gateways)
 
@@ -57,8 +62,7 @@ def test_a_store_restarted_empty_under_streams(running) -> None:
         world.store.process.wait()
         world.store.start()
         wait_until(first.is_ready, "the gate is open again", 5)
-        after = first.state()
-        assert (after["reserved"], after["leases"]) == (before, 2 * STREAMS)
+        wait_until(lambda: held(first) == (before, 2 * STREAMS), "both have declared what they run", 5)
         assert stream(second, 5) == 5
         assert [call.result(20) for call in calls] == [OUTPUT_TOKENS] * 2 * STREAMS
     wait_until(lambda: quiet(first, second), "everything was given back", 5)
