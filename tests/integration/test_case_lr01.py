@@ -57,7 +57,7 @@ class Rounds:
             await soon(
                 self.gateway.is_quiet, f"round {number}: quiet after leaving {moment.__name__}", QUIET_SECONDS
             )
-            self.check_engine(number, moment.__name__)
+            await self.check_engine(number, moment.__name__)
             answer = await self.normal_call()
             assert answer.status == 200, (number, moment.__name__, answer)
 
@@ -69,7 +69,9 @@ class Rounds:
         body = completion(PROMPT_TOKENS, OUTPUT_TOKENS, output_tokens=2)
         return await ask(self.gateway.url, post(self.gateway.key, body))
 
-    def check_engine(self, number: int, moment: str) -> None:
+    async def check_engine(self, number: int, moment: str) -> None:
+        """The engine is another process: it hears of the end a moment after the gateway closed the connection."""
+        await soon(self.engine_is_done, f"round {number}: the engine heard of {moment}", QUIET_SECONDS)
         log = self.mock.log()
         never_sent = moment == "at_any_time" and log["received"] == 0
         assert never_sent or log["aborted"] + log["finished"] == 1, (number, moment, log)

@@ -2,7 +2,7 @@
 
 import json
 
-from tests.processes import World
+from tests.processes import World, wait_until
 
 
 def test_a_replica_that_only_the_new_configuration_has(new_world: World) -> None:
@@ -23,5 +23,7 @@ def test_a_replica_that_only_the_new_configuration_has(new_world: World) -> None
             assert answer.headers["x-kvgate-replica"] == expected.url.removeprefix("http://").replace(
                 ".", "-"
             ).replace(":", "-")
-    assert [mock.log()["finished"] for mock in mocks] == [3, 3]
+    wait_until(
+        lambda: [mock.log()["finished"] for mock in mocks] == [3, 3], "each served its own gateway's calls", 5
+    )
     assert "has changed the settings" in old.log.read_text()
