@@ -303,7 +303,7 @@ async def watching(world: World, *specs: ReplicaSpec) -> AsyncIterator[FleetWatc
         MODELS,
         world.on_change,
         client=scraping_client(),
-        probe_timeout_seconds=0.1,
+        probe_timeout_seconds=1,  # as in production: a busy machine is late now and then
         sleep=world.sleep,
     )
     watch.start()
