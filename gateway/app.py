@@ -29,7 +29,8 @@ from gateway.ledger.valkey import HoldLimits, ValkeyLedger
 from gateway.telemetry.logs import CallLog
 from gateway.telemetry.prometheus import CONTENT_TYPE, Metrics
 from gateway.tokens.tiktoken_counter import TiktokenCounter
-from gateway.upstream.client import AiohttpUpstream, UpstreamLimits
+from gateway.upstream.client import EngineClient
+from gateway.upstream.limits import UpstreamLimits
 from gateway.upstream.engines import FleetPlan, WatchedEngines
 from gateway.upstream.fleet import FleetWatch, ReplicaSpec, scraping_client
 
@@ -106,7 +107,7 @@ class Gateway:
             upstream.first_event_seconds,
             upstream.idle_seconds,
         )
-        self._upstream = AiohttpUpstream(limits, ca_file=upstream.ca_file)
+        self._upstream = EngineClient(limits, ca_file=upstream.ca_file)
         fleets = {model: room.fleet for room in self._rooms for model in room.models}
         self._proxy = Proxy(
             Flow(self._counter, self._upstream),

@@ -107,7 +107,7 @@ class Wire:
     def reset(self) -> None:
         """Leave at once: RST, whatever was not read is dropped."""
         connection = self._writer.get_extra_info("socket")
-        if connection.fileno() != -1:
+        if connection is not None and connection.fileno() != -1:  # uvloop has none for a closed one
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self._writer.transport.abort()
 

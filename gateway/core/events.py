@@ -1,5 +1,6 @@
 """Frozen facts that rooms report to an observer.  Telemetry listens; nothing else looks back up."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -44,11 +45,14 @@ class FirstToken:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenGap:
+class TokenGaps:
+    """Times between data events of one stream; several at once, because a fact for each would cost as much as passing
+    the token on."""
+
     fleet: str
     pool: str
     class_: str
-    gap_ms: float
+    gaps_ms: Sequence[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +82,7 @@ class Healed:
     count: int
 
 
-Event = CallEnded | FirstToken | TokenGap | StoreAnswered | StoreUp | LeaseLost | Healed
+Event = CallEnded | FirstToken | TokenGaps | StoreAnswered | StoreUp | LeaseLost | Healed
 
 
 class Observer(Protocol):

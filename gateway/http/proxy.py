@@ -293,6 +293,7 @@ class Proxy:
         finally:
             watcher.cancel()
             self._calls.discard(call)
+            client.report_gaps()
             self._report(visit, call)
 
     async def _apologise(self, call: Call, client: "_HttpClient") -> None:
@@ -400,6 +401,10 @@ class _HttpClient:
     def relay(self, call: Call, first_token: Callable[[], None]) -> AnswerRelay:
         self._relay = self._proxy.relay(call, self._visit.send, first_token)
         return self._relay
+
+    def report_gaps(self) -> None:
+        if self._relay is not None:
+            self._relay.report_gaps()
 
     async def refuse(self, call: Call, refusal: Refusal) -> None:
         await self._proxy.refuse(self._visit, call, refusal)

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from gateway.call import Call
-from gateway.core.events import FirstToken, Observer, TokenGap
+from gateway.core.events import FirstToken, Observer, TokenGaps
 from gateway.core.lifecycle import Event
 from gateway.core.sse import StreamInspector, inspect_answer
 from gateway.upstream.api import Headers, UpstreamFailed
@@ -21,6 +21,8 @@ ANSWER_BYTES_MAX = 8 * 1024 * 1024
 """Of an answer that is no stream, held until its end to be judged; a longer one is passed on unjudged."""
 COMMENT_BYTES_MAX = 64 * 1024
 """Comments before the first data event are held too; what exceeds this is dropped."""
+GAPS_REPORTED_SECONDS = 1.0
+"""How late telemetry may hear of the times between tokens."""
 _ERROR_MEMBER = re.compile(rb'"error"\s*:')
 """Old engines write `{"object": "error", ...}`, which an OpenAI SDK takes for a part of the answer."""
 
@@ -50,6 +52,8 @@ class AnswerRelay:
         self._stream: StreamInspector | None = None
         self._held = bytearray()
         self._last_event_at = 0.0
+        self._gaps_ms: list[float] = []
+        self._gaps_reported_at = 0.0
 
     @property
     def started(self) -> bool:
@@ -145,13 +149,26 @@ class AnswerRelay:
 
     def _note_event(self, started_before: bool, events: int) -> None:
         now = time.monotonic()
-        call = self._call
-        pool = call.fleet.engines.pool(call.grant.replica) if call.grant else ""
         if not started_before:
             self._first_token()
-            self._observer(FirstToken(call.fleet.name, pool, call.terms.class_, (now - call.started) * 1000))
+            call = self._call
+            ttft_ms = (now - call.started) * 1000
+            self._observer(FirstToken(call.fleet.name, self._pool(), call.terms.class_, ttft_ms))
+            self._gaps_reported_at = now
         elif events:
-            self._observer(
-                TokenGap(call.fleet.name, pool, call.terms.class_, (now - self._last_event_at) * 1000)
-            )
+            self._gaps_ms.append((now - self._last_event_at) * 1000)
+            if now - self._gaps_reported_at > GAPS_REPORTED_SECONDS:
+                self.report_gaps()
+                self._gaps_reported_at = now
         self._last_event_at = now
+
+    def report_gaps(self) -> None:
+        """Tell of the times between tokens since the last report; whoever ends the answer asks for the rest."""
+        if self._gaps_ms:
+            call = self._call
+            gaps_ms, self._gaps_ms = self._gaps_ms, []
+            self._observer(TokenGaps(call.fleet.name, self._pool(), call.terms.class_, gaps_ms))
+
+    def _pool(self) -> str:
+        call = self._call
+        return call.fleet.engines.pool(call.grant.replica) if call.grant else ""

@@ -28,7 +28,7 @@ from gateway.core.events import (
     LeaseLost,
     StoreAnswered,
     StoreUp,
-    TokenGap,
+    TokenGaps,
 )
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
@@ -79,14 +79,15 @@ class _Histogram:
         self._name, self._text, self._labels, self._bounds = name, text, labels, bounds
         self._series: dict[Labels, _Series] = {}
 
-    def known(self, labels: Labels) -> _Series | None:
-        return self._series.get(labels)
-
     def add(self, labels: Labels, value: float) -> None:
+        self.add_all(labels, (value,))
+
+    def add_all(self, labels: Labels, values: Iterable[float]) -> None:
         series = self._series.get(labels)
         if series is None:
             series = self._series[labels] = _Series(self._bounds)
-        series.add(value)
+        for value in values:
+            series.add(value)
 
     def family(self) -> Metric:
         family = HistogramMetricFamily(self._name, self._text, labels=self._labels)
@@ -151,7 +152,7 @@ class Metrics(Collector):
         self._store_up = False
         self._make_families()
         self._handlers: dict[type, Callable[[Any], None]] = {
-            TokenGap: self._on_gap,
+            TokenGaps: self._on_gaps,
             CallEnded: self._on_call,
             FirstToken: self._on_first,
             StoreAnswered: lambda event: self._store.add((), event.milliseconds / 1_000),
@@ -224,15 +225,11 @@ class Metrics(Collector):
             self._ttft, self._gaps, self._unused, self._errors, self._store,
         )  # fmt: skip
 
-    def _place(self, event: CallEnded | FirstToken | TokenGap) -> Labels:
+    def _place(self, event: CallEnded | FirstToken | TokenGaps) -> Labels:
         return *self._known.pool(event.fleet, event.pool), self._known.class_(event.class_)
 
-    def _on_gap(self, event: TokenGap) -> None:
-        series = self._gaps.known((event.fleet, event.pool, event.class_))
-        if series is not None:
-            series.add(event.gap_ms / 1_000)
-        else:
-            self._gaps.add(self._place(event), event.gap_ms / 1_000)
+    def _on_gaps(self, event: TokenGaps) -> None:
+        self._gaps.add_all(self._place(event), [gap / 1_000 for gap in event.gaps_ms])
 
     def _on_first(self, event: FirstToken) -> None:
         self._ttft.add(self._place(event), event.ttft_ms / 1_000)

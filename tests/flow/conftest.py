@@ -1,6 +1,8 @@
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Callable, Iterator, Mapping
 
 import pytest
+import uvloop
 
 from gateway.ledger.embedded import EmbeddedStore
 
@@ -14,3 +16,8 @@ def store_url() -> Iterator[str]:
         yield store.url
     finally:
         store.stop()
+
+
+def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """What serves in production."""
+    return {"uvloop": uvloop.new_event_loop}

@@ -18,7 +18,7 @@ from gateway.core.outcomes import Code, Outcome
 from gateway.mock.engine import EngineConfig
 from gateway.mock.journal import State
 from gateway.tokens.api import Counted
-from gateway.upstream.client import UpstreamLimits
+from gateway.upstream.limits import UpstreamLimits
 from tests.flow.driver import Visitor
 from tests.flow.engines import (
     DONE,

@@ -8,7 +8,7 @@ import pytest
 
 from gateway.core.outcomes import Outcome
 from gateway.mock.engine import EngineConfig
-from gateway.upstream.client import UpstreamLimits
+from gateway.upstream.limits import UpstreamLimits
 from tests.flow.driver import CHAT, NEVER, Visitor
 from tests.flow.engines import mock_engine
 from tests.flow.world import World, chat, gateway, outcomes, soon

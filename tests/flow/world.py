@@ -15,9 +15,10 @@ from gateway.http.proxy import Calls, ClassTerms, EdgeSettings, Proxy
 from gateway.ledger.api import Admission
 from gateway.ledger.valkey import HoldLimits, ValkeyLedger
 from gateway.tokens.api import Counted, Counter
-from gateway.upstream.client import AiohttpUpstream, UpstreamLimits
+from gateway.upstream.client import EngineClient
 from gateway.upstream.engines import FleetPlan, WatchedEngines
 from gateway.upstream.fleet import ReplicaShape, ReplicaSpec, ReplicaState
+from gateway.upstream.limits import UpstreamLimits
 from tests.flow.driver import Visitor
 
 LONG = 20.0
@@ -183,7 +184,7 @@ async def gateway(
     ledger = ValkeyLedger(
         store_url, name, engines.books_config, HoldLimits(2, 256, 1 << 26), facts.append, **clock
     )
-    upstream = AiohttpUpstream(limits or UpstreamLimits(LONG, LONG, LONG, LONG))
+    upstream = EngineClient(limits or UpstreamLimits(LONG, LONG, LONG, LONG))
     counter = counter or WordCounter()
     calls = Calls()
     proxy = Proxy(

@@ -1,6 +1,8 @@
-from collections.abc import AsyncIterator, Iterator
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 
 import pytest
+import uvloop
 
 from tests.processes import World, world
 from tests.wire import Wire
@@ -18,3 +20,11 @@ async def hang_up() -> AsyncIterator[None]:
     """Whatever connections the test has left open are closed."""
     yield
     Wire.hang_up_all()
+
+
+def pytest_asyncio_loop_factories(
+    item: pytest.Item,
+) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """uvloop is what serves; where it does not exist asyncio's own loop does."""
+    both = item.path.name == "test_upstream_client.py"
+    return {"uvloop": uvloop.new_event_loop} | ({"asyncio": asyncio.new_event_loop} if both else {})

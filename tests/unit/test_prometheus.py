@@ -14,7 +14,7 @@ from gateway.core.events import (
     LeaseLost,
     StoreAnswered,
     StoreUp,
-    TokenGap,
+    TokenGaps,
 )
 from gateway.core.outcomes import Code, Outcome
 from gateway.telemetry.prometheus import Metrics
@@ -85,8 +85,8 @@ def test_an_instant_refusal_has_a_time_and_no_wait() -> None:
 
 def test_buckets_are_cumulative_and_bounds_inclusive() -> None:
     source = metrics()
-    for gap_ms in (0.5, 1.0, 20.0, 20_000.0):
-        source(TokenGap("llama", "short", "high", gap_ms))
+    source(TokenGaps("llama", "short", "high", [0.5, 1.0]))
+    source(TokenGaps("llama", "short", "high", [20.0, 20_000.0]))
     place = {"fleet": "llama", "pool": "short", "class_": "high"}
     name = "kvgate_inter_token_seconds_bucket"
     counts = [value(source, name, le=le, **place) for le in ("0.001", "0.01", "0.02", "10.0", "+Inf")]
@@ -188,7 +188,7 @@ def junk_event(chance: random.Random) -> Event:
     key, replica = junk(chance), junk(chance)
     kind = chance.randrange(5)
     if kind == 0:
-        return TokenGap(fleet, pool, class_, chance.random())
+        return TokenGaps(fleet, pool, class_, [chance.random()])
     if kind == 1:
         return FirstToken(fleet, pool, class_, chance.random())
     if kind == 2:

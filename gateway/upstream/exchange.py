@@ -1,0 +1,282 @@
+"""One engine's answer: parsed as it arrives and passed on from the socket's own callback.
+
+A task switch for each token would cost more than the rest of the way, so the receiver's coroutine is run right where
+the bytes arrive.  It nearly always finishes without suspending.  When the client reads too slowly it does suspend;
+then the engine's socket is not read and the call's task waits for the rest of it.
+"""
+
+import asyncio
+import types
+import zlib
+from collections.abc import Coroutine, Generator
+from typing import Any
+
+import httptools
+
+from gateway.core.headers import answer_headers
+from gateway.upstream.api import Receiver, UpstreamFailed
+from gateway.upstream.limits import HEAD_BYTES_MAX, HEADER_BYTES_MAX, HEADERS_MAX, UpstreamLimits
+
+PIECE_BYTES_MAX = 65_536
+"""A compressed answer is decoded in pieces of this size, so that no engine can make a small one fill the memory."""
+
+_DETAIL_CHARS_MAX = 200
+_GZIP = 31  # zlib's wbits for the gzip format
+_CODINGS = {b"": None, b"identity": None, b"gzip": _GZIP, b"x-gzip": _GZIP, b"deflate": zlib.MAX_WBITS}
+"""Content codings and zlib's name for them; engines are asked for identity."""
+
+Suspended = tuple[Coroutine[Any, None, None], Any]
+"""A coroutine that was begun outside of a task, and the future that it waits for."""
+
+
+class Exchange:
+    """Reads one answer.  `feed`, `eof` and `lost` are the socket's side, `finish` the task's.
+
+    The methods that begin with `on_` are httptools' interface.
+    """
+
+    def __init__(self, transport: asyncio.Transport, receiver: Receiver, limits: UpstreamLimits) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._transport = transport
+        self._receiver = receiver
+        self._limits = limits
+        self._parser = httptools.HttpResponseParser(self)
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._head_bytes = 0
+        self._head_complete = False
+        self._head_refused = False
+        self._head_passed = False
+        self._streams = False
+        self._until_eof = False
+        self._keeps_alive = False
+        self._decoder: Any = None
+        self._parts: list[bytes] = []
+        self._ended = False
+        self._failure: UpstreamFailed | None = None
+        self._error: BaseException | None = None
+        self._suspended: Suspended | None = None
+        self._woken: asyncio.Future[None] = self._loop.create_future()
+        self._idle_counts = False
+        self._late = f"no answer within {limits.headers_seconds:g} s"
+        self._due = self._loop.time() + limits.headers_seconds
+        self._timer = self._loop.call_at(self._due, self._on_timer)
+
+    @property
+    def reusable(self) -> bool:
+        """The connection is at the beginning of a next answer."""
+        clean = self._ended and self._keeps_alive and self._failure is None and self._error is None
+        return clean and not self._transport.get_write_buffer_size()
+
+    async def finish(self) -> None:
+        """Return at the answer's proper end, when all was passed on.
+
+        Raises UpstreamFailed; what the receiver raises passes.
+        """
+        try:
+            while True:
+                await self._woken
+                if self._suspended is not None:
+                    await self._resume(*self._suspended)
+                if self._error is not None:
+                    raise self._error
+                if self._failure is not None:
+                    raise self._failure
+                if self._ended:
+                    return
+                self._woken = self._loop.create_future()
+        finally:
+            self._timer.cancel()
+            if self._suspended is not None:
+                self._suspended[0].close()
+
+    # -- the socket's side ---------------------------------------------------------------------------------------
+
+    def feed(self, data: bytes) -> None:
+        if self._ended:
+            self._keeps_alive = False  # nobody asked for this
+            return
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self._fail("the engine wants another protocol")
+        except httptools.HttpParserError as error:
+            if not self._ended:
+                self._fail(f"{type(error).__name__}: {error}")
+            self._keeps_alive = False
+        if not self._head_complete:
+            self._head_bytes += len(data)
+            if self._head_bytes > HEAD_BYTES_MAX:
+                self._fail("the head of the answer is too long")
+        self._pass_on()
+
+    def lost(self, error: Exception | None) -> None:
+        """The connection is gone, in good order or not: for an answer without a length that is its end."""
+        self._keeps_alive = False
+        if self._ended or self._failure is not None:
+            return
+        if self._until_eof and error is None:
+            self._ended = True
+        else:
+            self._fail(f"{type(error).__name__}: {error}" if error else "the connection was closed too early")
+        self._pass_on()
+
+    # -- httptools -----------------------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        if self._ended:
+            self._keeps_alive = False
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._head_complete:
+            return  # a trailer
+        self._headers.append((name, value))
+        if len(self._headers) > HEADERS_MAX or len(name) + len(value) > HEADER_BYTES_MAX:
+            self._fail("the head of the answer is too long")
+
+    def on_headers_complete(self) -> None:
+        if self._ended:
+            return
+        status = self._parser.get_status_code()
+        if 100 <= status < 200 and status != 101:
+            self._headers.clear()
+            return
+        self._head_complete = True
+        self._keeps_alive = self._parser.should_keep_alive()
+        if status < 200 or 300 <= status < 400:
+            self._refuse(f"unexpected status {status}")
+            return
+        self._read_head({name.lower(): value for name, value in self._headers})
+
+    def on_body(self, body: bytes) -> None:
+        if not self._ended:
+            self._parts.append(body)
+
+    def on_message_complete(self) -> None:
+        self._ended = self._ended or self._head_complete
+
+    def _read_head(self, headers: dict[bytes, bytes]) -> None:
+        limits = self._limits
+        self._streams = headers.get(b"content-type", b"").partition(b";")[0].strip() == b"text/event-stream"
+        framed = b"content-length" in headers or b"transfer-encoding" in headers
+        self._until_eof = not framed and self._parser.get_status_code() != 204
+        coding = headers.get(b"content-encoding", b"").strip().lower()
+        if coding not in _CODINGS:
+            self._refuse("the answer has an unknown content encoding")
+            return
+        bits = _CODINGS[coding]
+        self._decoder = None if bits is None else zlib.decompressobj(bits)
+        if self._streams:
+            self._limit(limits.first_event_seconds, f"no first event within {limits.first_event_seconds:g} s")
+
+    # -- passing on ----------------------------------------------------------------------------------------------
+
+    def _pass_on(self) -> None:
+        """Give the receiver what is there, and the task its end when all was given."""
+        if self._suspended is not None:
+            return
+        if self._head_complete and not self._head_refused and (self._parts or not self._head_passed):
+            self._begin(self._deliver())
+        if self._ended or self._failure is not None:
+            self._wake()
+
+    def _begin(self, delivery: Coroutine[Any, None, None]) -> None:
+        """Run the delivery as far as it goes without waiting."""
+        try:
+            waits_for = delivery.send(None)
+        except StopIteration:
+            self._note_progress()
+        except BaseException as error:
+            self._error = error
+            self._wake()
+        else:
+            self._suspended = (delivery, waits_for)
+            if not self._transport.is_closing():
+                self._transport.pause_reading()
+            self._wake()
+
+    async def _resume(self, delivery: Coroutine[Any, None, None], waits_for: Any) -> None:
+        """Finish in the task what was begun outside; meanwhile no limit runs, the receiver bounds its own waits."""
+        await _rest(delivery, waits_for)
+        self._suspended = None
+        self._note_progress()
+        if not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    async def _deliver(self) -> None:
+        if not self._head_passed:
+            self._head_passed = True
+            await self._receiver.head(self._parser.get_status_code(), answer_headers(self._headers))
+        while self._parts:
+            data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+            self._parts.clear()
+            if self._decoder is None:
+                await self._receiver.body(data)
+            else:
+                await self._decode(data)
+
+    async def _decode(self, data: bytes) -> None:
+        try:
+            while data:
+                piece = self._decoder.decompress(data, PIECE_BYTES_MAX)
+                data = self._decoder.unconsumed_tail
+                if piece:
+                    await self._receiver.body(piece)
+        except zlib.error as error:
+            raise UpstreamFailed(f"the answer cannot be decoded: {error}") from error
+        if self._ended and not self._parts and not self._decoder.eof:
+            raise UpstreamFailed("the compressed answer is cut off")
+
+    # -- ends and limits -----------------------------------------------------------------------------------------
+
+    def _fail(self, detail: str, *, timed_out: bool = False) -> None:
+        if self._failure is None:
+            self._failure = UpstreamFailed(detail[:_DETAIL_CHARS_MAX], timed_out=timed_out)
+
+    def _refuse(self, detail: str) -> None:
+        """A head that nothing of is passed on."""
+        self._head_refused = True
+        self._fail(detail)
+
+    def _wake(self) -> None:
+        if not self._woken.done():
+            self._woken.set_result(None)
+
+    def _note_progress(self) -> None:
+        """Between the pieces of a body the idle limit counts; before a stream's first data event another one does."""
+        if self._idle_counts:
+            self._due = self._loop.time() + self._limits.idle_seconds
+        elif self._head_passed and (not self._streams or self._receiver.started):
+            self._idle_counts = True
+            self._limit(self._limits.idle_seconds, f"nothing for {self._limits.idle_seconds:g} s")
+
+    def _limit(self, seconds: float, late: str) -> None:
+        self._due, self._late = self._loop.time() + seconds, late
+        self._timer.cancel()
+        self._timer = self._loop.call_at(self._due, self._on_timer)
+
+    def _on_timer(self) -> None:
+        """One timer for the whole answer: progress only moves `_due`, and the timer finds out when it gets there."""
+        now = self._loop.time()
+        if self._suspended is not None:
+            self._timer = self._loop.call_at(now + self._limits.idle_seconds, self._on_timer)
+        elif now < self._due:
+            self._timer = self._loop.call_at(self._due, self._on_timer)
+        else:
+            self._fail(self._late, timed_out=True)
+            self._wake()
+
+
+@types.coroutine
+def _rest(coroutine: Coroutine[Any, None, None], waits_for: Any) -> Generator[Any, None, None]:
+    """Go on, as part of the awaiting task, with a coroutine that waits for a future."""
+    while True:
+        try:
+            yield waits_for
+        except BaseException as error:
+            step, argument = coroutine.throw, error
+        else:
+            step, argument = coroutine.send, None  # type: ignore[assignment]
+        try:
+            waits_for = step(argument)
+        except StopIteration:
+            return
