@@ -7,6 +7,9 @@ import uvloop
 from tests.processes import World, world
 from tests.wire import Wire
 
+LOOPS = {"test_upstream_client.py": ("uvloop", "asyncio")}
+"""Files that do not run on uvloop alone."""
+
 
 @pytest.fixture
 def new_world() -> Iterator[World]:
@@ -26,5 +29,6 @@ def pytest_asyncio_loop_factories(
     item: pytest.Item,
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
     """uvloop is what serves; where it does not exist asyncio's own loop does."""
-    both = item.path.name == "test_upstream_client.py"
-    return {"uvloop": uvloop.new_event_loop} | ({"asyncio": asyncio.new_event_loop} if both else {})
+    loops = {"uvloop": uvloop.new_event_loop, "asyncio": asyncio.new_event_loop}
+    wanted = LOOPS.get(item.path.name, ("uvloop",))
+    return {name: loops[name] for name in wanted}

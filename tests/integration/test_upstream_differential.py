@@ -1,11 +1,13 @@
 """The upstream client against aiohttp: both read the same bytes, however they are cut, and must agree."""
 
-import asyncio
 import gzip
 import random
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import aiohttp
@@ -15,7 +17,7 @@ from gateway.upstream.api import Headers, UpstreamFailed, UpstreamRequest
 from gateway.upstream.client import EngineClient
 from gateway.upstream.limits import UpstreamLimits
 
-SECONDS = 0.5
+SECONDS = 2.0
 """For an answer that never ends; all others end by their bytes."""
 EVENTS = [b'data: {"choices":[{"index":%d}]}\n\n' % index for index in range(5)]
 CHUNKED = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -96,30 +98,36 @@ class Sink:
         self.data += data
 
 
-@asynccontextmanager
-async def server(raw: bytes, cuts: list[int], reset: bool) -> AsyncIterator[str]:
+@contextmanager
+def server(raw: bytes, cuts: list[int], reset: bool) -> Iterator[str]:
     """Answers one request with exactly these bytes, cut there, and then ends the connection."""
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(OSError, asyncio.IncompleteReadError):
-            await reader.readuntil(b"\r\n\r\n{}")
-            for start, end in zip([0, *cuts], [*cuts, len(raw)], strict=True):
-                writer.write(raw[start:end])
-                await writer.drain()
-                await asyncio.sleep(0)
-            if reset:
-                await asyncio.sleep(0.05)  # unread bytes are lost by a reset: first let them be read
-                linger = b"\1\0\0\0\0\0\0\0"
-                writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-                writer.transport.abort()
-        writer.close()
+    def serve() -> None:
+        with suppress(OSError):
+            connection, _ = listener.accept()
+            with connection:
+                answer(connection)
 
-    listener = await asyncio.start_server(serve, "127.0.0.1", 0)
-    try:
-        yield f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
-    finally:
-        listener.close()
-        await asyncio.sleep(0.01)  # uvloop closes sockets in later turns, and refuses to end before
+    def answer(connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        asked = b""
+        while not asked.endswith(b"\r\n\r\n{}"):
+            asked += connection.recv(65_536)
+        for start, end in zip([0, *cuts], [*cuts, len(raw)], strict=True):
+            connection.sendall(raw[start:end])
+            time.sleep(0.001)  # else the kernel puts the pieces together again
+        if reset:
+            time.sleep(0.02)  # a reset drops what was not read
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(10)
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            thread.join()
 
 
 async def by_ours(url: str) -> Seen:
@@ -156,9 +164,9 @@ async def test_both_read_the_same(name: str, reset: bool) -> None:
     chance = random.Random(name)
     for pieces in (0, 1, 4, 12):
         cuts = sorted(chance.randrange(len(raw) + 1) for _ in range(pieces))
-        async with server(raw, cuts, reset) as url:
+        with server(raw, cuts, reset) as url:
             ours = await by_ours(url)
-        async with server(raw, cuts, reset) as url:
+        with server(raw, cuts, reset) as url:
             theirs = await by_aiohttp(url)
         assert ours.ok == (theirs.ok and (name, reset) not in STRICTER), (cuts, ours, theirs)
         if ours.ok:
