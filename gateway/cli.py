@@ -1,4 +1,4 @@
-"""The command line: `kvgate serve | mock | check-config | new-key`."""
+"""The command line: `kvgate serve | mock | loadtest | check-config | new-key`."""
 
 import argparse
 import os
@@ -20,6 +20,7 @@ from gateway.config import (
 )
 from gateway.http.auth import new_key
 from gateway.ledger.embedded import EmbeddedStoreError
+from gateway.loadtest import command as loadtest
 from gateway.mock import serve as mock
 from gateway.serve import DemoError, serve, serve_demo, serve_inherited
 from gateway.tokens.tiktoken_counter import VocabularyError
@@ -65,6 +66,10 @@ def _parser() -> argparse.ArgumentParser:
     mock.add_arguments(mock_)
     mock_.set_defaults(run=mock.run)
 
+    loadtest_ = commands.add_parser("loadtest", help="send the load of a scenario, and report what came of it")
+    loadtest.add_arguments(loadtest_)
+    loadtest_.set_defaults(run=_loadtest)
+
     check = commands.add_parser("check-config", help="check a configuration file and its keys file")
     check.add_argument("file", type=Path)
     check.set_defaults(run=_check_config)
@@ -97,6 +102,10 @@ def _serve(parsed: argparse.Namespace) -> int:
     if parsed.listen_fd is not None:
         return serve_inherited(settings, secrets, parsed.listen_fd)
     return serve(parsed.config, settings, secrets, parsed.host, parsed.port, parsed.workers, os.environ)
+
+
+def _loadtest(parsed: argparse.Namespace) -> int:
+    return loadtest.run(parsed, os.environ)
 
 
 def _check_config(parsed: argparse.Namespace) -> int:

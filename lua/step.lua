@@ -73,5 +73,5 @@ for i = FIRST_OP, #ARGV do
   results[#results + 1] = ok and result or {'error', error_text(result)}
 end
 close_books(WAKE)
-if meta.dirty > 0 then more = true end
+if meta.dirty > 0 and meta.opens_at == 0 then more = true end -- behind a closed gate nothing can be done yet
 return {'ok', meta.epoch, meta.clock, meta.policy, more and 1 or 0, results, outbox_of(OWNER)}

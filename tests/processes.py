@@ -39,6 +39,12 @@ def wait_until(condition: Callable[[], Any], what: str, seconds: float = START_S
     return value
 
 
+def sum_of(name: str, page: str) -> float:
+    """The sum of a metric's samples."""
+    samples = [line for line in page.splitlines() if line.startswith((f"{name}{{", f"{name} "))]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in samples)
+
+
 class Mock:
     """One mock engine in a process of its own."""
 
@@ -65,9 +71,7 @@ class Mock:
 
     def metric(self, name: str) -> float:
         """The sum of a metric's samples."""
-        lines = self._client.get("/metrics").text.splitlines()
-        samples = [line for line in lines if line.startswith((f"{name}{{", f"{name} "))]
-        return sum(float(line.rsplit(" ", 1)[1]) for line in samples)
+        return sum_of(name, self._client.get("/metrics").text)
 
     def stop(self) -> None:
         self._client.close()
@@ -130,6 +134,10 @@ class GatewayProcess:
         """Nothing is held, nobody waits, nothing is in flight."""
         state = self.state()
         return all(state[name] == 0 for name in ("reserved", "leases", "queue", "inflight"))
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric's samples."""
+        return sum_of(name, self.metrics())
 
     def metrics(self) -> str:
         return self.client.get("/metrics").text

@@ -222,7 +222,7 @@ class Books:
             self.epoch,
             self.clock,
             self.policy,
-            int(more or self.dirty),
+            int(more or (self.dirty and not self.opens_at)),
             results,
             self._outbox(owner),
         ]
