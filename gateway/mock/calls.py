@@ -1,55 +1,110 @@
-"""What a request body means to vLLM: defaults, coercions, clamps and the refusals with their exact texts.
+"""What a request body means to vLLM: defaults, clamps and refusals of the OpenAI routes, and a call made of it.
 
 Source: a real vLLM 0.32.0, its answers recorded field by field.
 """
 
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
-from gateway.mock import tokenizer
+from gateway.mock.bodies import (
+    Refusal,
+    ValidationError,
+    check_messages,
+    integer,
+    is_list_of,
+    missing,
+    parameter_error,
+    shown,
+    validation_error,
+)
 from gateway.mock.engine import EngineConfig, Sizes
 from gateway.mock.faults import Script, parse_script
+from gateway.mock.fields import CHAT_FIELDS, TEXT_FIELDS, Kind, check_ranges, coerced
+from gateway.mock.options import Options
+from gateway.mock.prompts import Prompt, Reader
+from gateway.mock.tokenizer import VOCABULARY
 
 COMPLETION_DEFAULT_TOKENS = 16
 SEQUENCES_MAX = 16384
 """vLLM's VLLM_MAX_N_SEQUENCES."""
+LOGPROBS_MAX = 20
+"""vLLM's --max-logprobs."""
+CHAT_LIMITS = ("max_completion_tokens", "max_tokens")
+"""The first that is given counts."""
+TEXT_LIMITS = ("max_tokens",)
+
+Json = Mapping[str, Any]
 
 
-class Refusal(Exception):
-    """An error answer in vLLM's envelope."""
+class Api(StrEnum):
+    """The protocol a call is answered in."""
 
-    def __init__(
-        self, status: int, message: str, kind: str = "BadRequestError", param: str | None = None
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.body = {"error": {"message": message, "type": kind, "param": param, "code": status}}
+    CHAT = "chat"
+    TEXT = "text"
+    MESSAGES = "messages"
+    RESPONSES = "responses"
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """What reading a body needs to know of the server."""
+
+    engine: EngineConfig
+    options: Options
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.engine.model, *self.options.aliases)
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
     """One generation call, resolved: sequence `prompt * choices + choice` has that prompt's sizes."""
 
-    chat: bool
+    api: Api
     id: str
     model: str
-    prompts: tuple[int, ...]
-    """Tokens of each prompt."""
+    prompts: tuple[Prompt, ...]
     limits: tuple[int, ...]
     """Output tokens allowed per sequence of each prompt."""
-    choices: int
-    stream: bool
-    include_usage: bool
-    continuous_usage: bool
+    body: Json
     script: Script
+    choices: int = 1
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    stream_interval: int = 1
+    logprobs: int | None = None
+    """Most likely tokens told beside each one; None: no log probabilities at all."""
+    echo: bool = False
+    silent: bool = False
+    """`echo` with `max_tokens` 0: the one token that vLLM samples is not told."""
+    return_token_ids: bool = False
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    priority: int = 0
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(prompt.tokens for prompt in self.prompts)
+
+    @property
+    def beams(self) -> bool:
+        """Beam search: `choices` is its width."""
+        return bool(self.body.get("use_beam_search"))
+
+    @property
+    def width(self) -> int:
+        """Sequences of the call."""
+        return len(self.prompts) * self.choices
 
     def sequences(self, output_tokens: int | None) -> tuple[Sizes, ...]:
         """The sequences to run; `output_tokens` is the server's own bound for calls that script none."""
-        wanted = self.script.output_tokens or output_tokens
+        wanted = self.script.output_tokens or (None if self.ignore_eos else output_tokens)
         sizes = [
-            Sizes(prompt, min(wanted, limit) if wanted else limit)
+            Sizes(prompt.tokens, self._length(wanted, limit), prompt.content)
             for prompt, limit in zip(self.prompts, self.limits, strict=True)
         ]
         return tuple(size for size in sizes for _ in range(self.choices))
@@ -58,153 +113,119 @@ class Call:
         """finish_reason of a sequence that ends after so many tokens."""
         return "length" if tokens == self.limits[index // self.choices] else "stop"
 
-    def prompt_tokens_of(self, index: int) -> int:
+    def prompt_of(self, index: int) -> Prompt:
         return self.prompts[index // self.choices]
 
-
-def parse_call(chat: bool, raw: bytes, request_id: str, config: EngineConfig, header_id: str = "") -> Call:
-    """Read a chat or text completion body.  Raises Refusal as vLLM would answer.
-
-    As in vLLM the `X-Request-Id` header names the call, else the body's `request_id`, else `request_id`.
-    """
-    body = parse_object(raw)
-    _require(chat, body)
-    check_model(body, config)
-    _check_options(body)
-    choices = _choices(body)
-    prompts = _chat_prompts(body, config) if chat else _text_prompts(body, config)
-    stream_options = body.get("stream_options") or {}
-    return Call(
-        chat=chat,
-        id=("chatcmpl-" if chat else "cmpl-") + (header_id or _request_id(body, request_id)),
-        model=config.model,
-        prompts=prompts,
-        limits=tuple(_limit(chat, body, tokens, config) for tokens in prompts),
-        choices=choices,
-        stream=bool(body.get("stream")),
-        include_usage=bool(stream_options.get("include_usage")),
-        continuous_usage=bool(
-            stream_options.get("include_usage") and stream_options.get("continuous_usage_stats")
-        ),
-        script=_script(body),
-    )
+    def _length(self, wanted: int | None, limit: int) -> int:
+        return limit if wanted is None else min(max(wanted, self.min_tokens), limit)
 
 
-def parse_object(raw: bytes) -> dict[str, Any]:
-    """The body as a JSON object.  Raises Refusal with vLLM's text for what it is instead."""
-    if not raw:
-        raise validation_error([("missing", "body", "Field required", "None")])
-    try:
-        body = json.loads(raw)
-    except json.JSONDecodeError as error:
-        raise _json_invalid(error) from None
-    except (UnicodeDecodeError, RecursionError):
-        raise Refusal(400, "There was an error parsing the body", "Bad Request") from None
-    if isinstance(body, dict):
-        return body
-    text = "Input should be a valid dictionary or object to extract fields from"
-    raise validation_error([("model_attributes_type", "body", text, _shown(body))])
+def parse_chat(body: Json, call_id: str, server: Server) -> Call:
+    """A body of /v1/chat/completions.  Raises Refusal as vLLM would answer."""
+    check_messages(body)
+    body = _checked(body, CHAT_FIELDS, server)
+    keep = bool(body.get("return_token_ids"))
+    prompt = Reader(body, server.engine, keep=keep).chat(body["messages"], body.get("tools"))
+    return resolved(Api.CHAT, body, (prompt,), f"chatcmpl-{call_id}", server, _chat_logprobs(body))
 
 
-def check_model(body: Mapping[str, Any], config: EngineConfig) -> None:
-    model = body.get("model")
-    if model is not None and model != config.model:
-        message = f"The model `{model}` does not exist. Valid aliases: {config.model}."
-        raise Refusal(404, message, "NotFoundError", "model")
-
-
-def validation_error(errors: list[tuple[str, str, str, str]]) -> Refusal:
-    """vLLM's rendering of pydantic errors, each (type, location, message, input)."""
-    lines = [
-        str({"type": kind, "loc": place, "msg": text, "input": shown}) for kind, place, text, shown in errors
-    ]
-    return _validation(lines, errors[0][1])
-
-
-def missing(body: Mapping[str, Any], *names: str) -> Refusal:
-    """The validation error for absent fields."""
-    return validation_error([("missing", f"body.{name}", "Field required", _shown(body)) for name in names])
-
-
-def check_token_ids(ids: Iterable[int]) -> None:
-    for number in ids:
-        if not 0 <= number < tokenizer.VOCABULARY:
-            raise Refusal(400, f"Token id {number} is out of vocabulary")
-
-
-def _validation(lines: list[str], param: str) -> Refusal:
-    heading = f"{len(lines)} validation error{'s' if len(lines) > 1 else ''}:"
-    return Refusal(400, "\n  ".join([heading, *lines]), "Bad Request", param)
-
-
-def _json_invalid(error: json.JSONDecodeError) -> Refusal:
-    place = f"body.{error.pos}"
-    line = {"type": "json_invalid", "loc": place, "msg": "JSON decode error", "input": "<dict of 0 items>"}
-    return _validation([str(line | {"ctx": {"error": error.msg}})], place)
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, dict | list):
-        return f"<{type(value).__name__} of {len(value)} items>"
-    return str(value)
-
-
-def _require(chat: bool, body: Mapping[str, Any]) -> None:
-    if chat and "messages" not in body:
+def parse_batch(body: Json, call_id: str, server: Server) -> Call:
+    """A body of /v1/chat/completions/batch: `messages` holds conversations, and the answer never streams."""
+    if "messages" not in body:
         raise missing(body, "messages")
-    if chat and not _is_list_of(body["messages"], dict):
-        raise validation_error(
-            [("list_type", "body.messages", "Input should be a valid list", _shown(body["messages"]))]
-        )
-    options = body.get("stream_options")
-    if options is not None and not isinstance(options, dict):
-        text = "Input should be a valid dictionary"
-        raise validation_error([("dict_type", "body.stream_options", text, _shown(options))])
+    conversations = body["messages"]
+    if not is_list_of(conversations, list):
+        errors: list[ValidationError] = [
+            ("list_type", "body.messages", "Input should be a valid list", shown(conversations))
+        ]
+        raise validation_error(errors)
+    body = {name: value for name, value in body.items() if name not in ("stream", "stream_options")}
+    for messages in conversations:
+        check_messages({"messages": messages})
+    body = _checked(body, CHAT_FIELDS, server)
+    reader = Reader(body, server.engine, keep=bool(body.get("return_token_ids")))
+    prompts = tuple(reader.chat(messages, None) for messages in conversations)
+    return resolved(Api.CHAT, body, prompts, f"chatcmpl-{call_id}", server, _chat_logprobs(body))
 
 
-def _check_options(body: Mapping[str, Any]) -> None:
-    if body.get("stream_options") and not body.get("stream"):
-        raise _bad("Stream options can only be defined when `stream=True`.", "stream_options")
-    if body.get("cache_salt") == "":
-        raise _bad("Parameter 'cache_salt' must be a non-empty string if provided.", "cache_salt")
+def parse_text(body: Json, call_id: str, server: Server) -> Call:
+    """A body of /v1/completions.  Raises Refusal as vLLM would answer."""
+    body = _checked(body, TEXT_FIELDS, server)
+    if body.get("use_beam_search") and body.get("stream"):
+        raise Refusal(400, "Streaming is not currently supported with beam search")
     if body.get("suffix"):
         text = "suffix is only supported for models with FIM completion rendering"
         raise Refusal(400, text, param="suffix")
-    temperature = body.get("temperature")
-    if isinstance(temperature, int | float) and temperature < 0:
-        shown = float(temperature)
-        text = f"temperature must be non-negative, got {shown}. (parameter=temperature, value={shown})"
-        raise Refusal(400, text, param="temperature")
+    echo = bool(body.get("echo"))
+    reader = Reader(body, server.engine, keep=echo or bool(body.get("return_token_ids")))
+    prompts = reader.completion(body.get("prompt"))
+    logprobs = _checked_logprobs(integer(body, "logprobs"), "logprobs")
+    return resolved(Api.TEXT, body, prompts, f"cmpl-{call_id}", server, logprobs)
 
 
-def _bad(message: str, param: str) -> Refusal:
-    return Refusal(400, f"{message} (parameter={param})", param=param)
+def resolved(
+    api: Api,
+    body: Json,
+    prompts: tuple[Prompt, ...],
+    call_id: str,
+    server: Server,
+    logprobs: int | None = None,
+    limits: tuple[str, ...] | None = None,
+) -> Call:
+    """The call of a body whose prompts are read; `limits` names the fields that bound its output."""
+    echo = api is Api.TEXT and bool(body.get("echo"))
+    silent = echo and integer(body, "max_tokens") == 0
+    if limits is None:
+        limits = TEXT_LIMITS if api is Api.TEXT else CHAT_LIMITS
+    sizes = [1 if silent else _limit(api, body, prompt.tokens, server.engine, limits) for prompt in prompts]
+    stream = body.get("stream_options") or {}
+    usage = bool(stream.get("include_usage"))
+    return Call(
+        api=api,
+        id=call_id,
+        model=server.engine.model,
+        prompts=prompts,
+        limits=tuple(sizes),
+        body=body,
+        script=_script(body),
+        choices=_choices(body),
+        stream=bool(body.get("stream")),
+        include_usage=usage,
+        continuous_usage=usage and bool(stream.get("continuous_usage_stats")),
+        stream_interval=max(1, integer(body, "stream_interval") or server.options.stream_interval),
+        logprobs=logprobs,
+        echo=echo,
+        silent=silent,
+        return_token_ids=bool(body.get("return_token_ids")),
+        min_tokens=_min_tokens(body, min(sizes)),
+        ignore_eos=bool(body.get("ignore_eos")),
+        priority=integer(body, "priority") or 0,
+    )
 
 
-def _integer(body: Mapping[str, Any], name: str) -> int | None:
-    """An integer field as pydantic's lax mode reads it: "12", 3.0 and true are 12, 3 and 1."""
-    value = body.get(name)
-    if value is None or type(value) is int:
-        return value
-    place = f"body.{name}"
-    if isinstance(value, bool):
-        return int(value)
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    if isinstance(value, float):
-        text = "Input should be a valid integer, got a number with a fractional part"
-        raise validation_error([("int_from_float", place, text, str(value))])
-    if not isinstance(value, str):
-        raise validation_error([("int_type", place, "Input should be a valid integer", _shown(value))])
-    try:
-        return int(value)
-    except ValueError:
-        text = "Input should be a valid integer, unable to parse string as an integer"
-        raise validation_error([("int_parsing", place, text, value)]) from None
+def check_model(body: Json, server: Server) -> None:
+    model = body.get("model")
+    if model is None or model in server.names:
+        return
+    message = f"The model `{model}` does not exist. Valid aliases: {', '.join(server.names)}."
+    raise Refusal(404, message, "NotFoundError", "model")
 
 
-def _choices(body: Mapping[str, Any]) -> int:
-    choices = _integer(body, "n")
+def _checked(body: Json, kinds: Mapping[str, Kind], server: Server) -> Json:
+    """The body with its fields coerced.  Raises Refusal for what is wrong with them."""
+    body = coerced(body, kinds)
+    check_model(body, server)
+    options = body.get("stream_options")
+    if options and not body.get("stream"):
+        raise parameter_error("Stream options can only be defined when `stream=True`.", "stream_options")
+    if body.get("cache_salt") == "":
+        raise parameter_error("Parameter 'cache_salt' must be a non-empty string if provided.", "cache_salt")
+    check_ranges(body)
+    return body
+
+
+def _choices(body: Json) -> int:
+    choices = integer(body, "n")
     if choices is None:
         return 1
     if choices < 1:
@@ -215,94 +236,51 @@ def _choices(body: Mapping[str, Any]) -> int:
     return choices
 
 
-def _chat_prompts(body: Mapping[str, Any], config: EngineConfig) -> tuple[int, ...]:
-    messages = body["messages"]
-    if not messages:
-        raise Refusal(
-            400, "Cannot apply chat template to an empty conversation. Provide at least one message."
-        )
-    return (_fitting(tokenizer.count_chat(messages, body.get("tools")), config, text=True),)
-
-
-def _text_prompts(body: Mapping[str, Any], config: EngineConfig) -> tuple[int, ...]:
-    prompt = body.get("prompt")
-    if prompt is None or prompt == "":
-        raise _bad("Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
-    if prompt == []:
-        raise Refusal(400, "You must pass at least one prompt")
-    if isinstance(prompt, str) or _is_list_of(prompt, int):
-        prompt = [prompt]
-    if not (
-        _is_list_of(prompt, str)
-        or (_is_list_of(prompt, list) and all(_is_list_of(ids, int) for ids in prompt))
-    ):
-        text = "Input should be a valid string or list of token ids"
-        raise validation_error([("string_type", "body.prompt", text, _shown(prompt))])
-    cut = _integer(body, "truncate_prompt_tokens")
-    return tuple(_prompt_tokens(one, cut, config) for one in prompt)
-
-
-def _prompt_tokens(prompt: str | list[int], cut: int | None, config: EngineConfig) -> int:
-    if isinstance(prompt, str):
-        tokens = tokenizer.count(prompt)
-    else:
-        check_token_ids(prompt)
-        tokens = len(prompt)
-    if tokens == 0:
-        raise Refusal(400, "The decoder prompt cannot be empty")
-    if cut is not None and cut > 0:
-        tokens = min(tokens, cut)
-    return _fitting(tokens, config, text=isinstance(prompt, str))
-
-
-def _fitting(tokens: int, config: EngineConfig, *, text: bool) -> int:
-    """The prompt's tokens; a text's count stops one above the context, as vLLM stops tokenizing there."""
-    most = config.max_model_len
-    if tokens <= most:
-        return tokens
-    tokens = most + 1 if text else tokens
-    raise Refusal(
-        400,
-        f"This model's maximum context length is {most} tokens. However, your prompt contains"
-        f" {'at least ' if text else ''}{tokens} input tokens, which exceeds this limit even without any output tokens."
-        f" Please reduce the length of the input prompt. (parameter=input_tokens, value={tokens})",
-        param="input_tokens",
-    )
-
-
-def _limit(chat: bool, body: Mapping[str, Any], prompt_tokens: int, config: EngineConfig) -> int:
+def _limit(api: Api, body: Json, prompt_tokens: int, config: EngineConfig, names: tuple[str, ...]) -> int:
     """Output tokens of a sequence: the field, or its default, clamped to what the context leaves."""
-    wanted = _integer(body, "max_tokens")
-    if chat:
-        both = _integer(body, "max_completion_tokens")
-        wanted = both if both is not None else wanted
+    given = ((name, integer(body, name)) for name in names)
+    name, wanted = next(((name, value) for name, value in given if value is not None), (names[0], None))
     room = config.max_model_len - prompt_tokens
     if wanted is None:
-        wanted = room if chat else COMPLETION_DEFAULT_TOKENS
+        wanted = COMPLETION_DEFAULT_TOKENS if api is Api.TEXT else room
     if wanted > config.max_model_len:
-        text = f"max_tokens={wanted} cannot be greater than max_model_len={config.max_model_len}."
-        text += f" Please request fewer output tokens. (parameter=max_tokens, value={wanted})"
-        raise Refusal(400, text, param="max_tokens")
+        text = f"{name}={wanted} cannot be greater than max_model_len={config.max_model_len}."
+        raise parameter_error(f"{text} Please request fewer output tokens.", name, wanted)
     limit = min(wanted, room)
     if limit < 1:
-        text = f"max_tokens must be at least 1, got {limit}. (parameter=max_tokens, value={limit})"
-        raise Refusal(400, text, param="max_tokens")
+        raise parameter_error(f"max_tokens must be at least 1, got {limit}.", "max_tokens", limit)
     return limit
 
 
-def _request_id(body: Mapping[str, Any], request_id: str) -> str:
-    own = body.get("request_id")
-    return own if isinstance(own, str) and own else request_id
+def _min_tokens(body: Json, limit: int) -> int:
+    least = integer(body, "min_tokens") or 0
+    if least < 0:
+        raise Refusal(400, f"min_tokens must be greater than or equal to 0, got {least}.")
+    if least > limit:
+        raise Refusal(400, f"min_tokens must be less than or equal to max_tokens={limit}, got {least}.")
+    return least
 
 
-def _script(body: Mapping[str, Any]) -> Script:
+def _chat_logprobs(body: Json) -> int | None:
+    top = integer(body, "top_logprobs") or 0
+    if top and not body.get("logprobs"):
+        raise parameter_error("when using `top_logprobs`, `logprobs` must be set to true.", "top_logprobs")
+    return _checked_logprobs(top, "top_logprobs") if body.get("logprobs") else None
+
+
+def _checked_logprobs(number: int | None, name: str) -> int | None:
+    if number == -1:
+        number = VOCABULARY
+    if number is not None and number < 0:
+        raise parameter_error(f"`{name}` must be a positive value or -1.", name, number)
+    if number is not None and number > LOGPROBS_MAX:
+        text = f"Requested sample logprobs of {number}, which is greater than max allowed: {LOGPROBS_MAX}"
+        raise parameter_error(text, "logprobs", number)
+    return number
+
+
+def _script(body: Json) -> Script:
     try:
         return parse_script(body.get("mock"))
     except ValueError as error:
         raise Refusal(400, str(error), param="mock") from None
-
-
-def _is_list_of(value: object, kind: type) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(item, kind) and not isinstance(item, bool) for item in value
-    )

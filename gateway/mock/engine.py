@@ -1,129 +1,35 @@
 """The pure half of the mock: KV blocks and V1 scheduling, one step at a time, without clock or I/O.
 
-What it keeps of a vLLM V1 engine (`vllm/v1/core/sched/scheduler.py`, `block_pool.py`):
+What it keeps of a vLLM V1 engine (`vllm/v1/core/sched/scheduler.py`, `kv_cache_manager.py` of 0.32.0):
 
 - block 0 is the null block, so `blocks - 1` are usable;
 - running sequences are served first, each gets blocks for the tokens that the step computes;
-- when blocks run out the last running sequence is preempted: its blocks are freed, it recomputes everything and
-  waits at the head of the queue; nothing is admitted in that step;
+- when blocks run out the running sequence that is last by rank is preempted: its blocks are freed, it goes back to the
+  queue, first come first served that is its head, and computes again what the prefix cache has not kept; nothing is
+  admitted in that step;
+- rank is arrival, or under the priority policy (priority, arrival): a more urgent arrival jumps the queue, but takes
+  nothing from a running sequence;
 - a waiting sequence is admitted when all its known tokens would fit in free blocks, a place under `max_num_seqs`
-  is free and the step has token budget left; its prefill is chunked by that budget;
+  is free and the step has token budget left; beside running sequences the watermark must stay free too;
+- what the prefix cache has of a sequence is not computed again, except for its last token; cached blocks that nobody
+  holds count as free until then;
+- blocks enter the prefix cache when the step that fills them is scheduled, so that sequences admitted in one step
+  share; running sequences look nothing up;
+- prefill is chunked by the step's token budget, and by `long_prefill_token_threshold` while there is more than one
+  sequence;
 - `max_tokens` is never reserved, and the last sampled token's KV is never stored.
 
 A sequence that cannot fit stays at the head of the queue and blocks everything behind it.
 """
 
-from collections import deque
+from bisect import bisect_left, insort
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
+from gateway.mock.config import POLICIES, EngineConfig
+from gateway.mock.pool import EMPTY, Block, BlockPool
+from gateway.mock.work import Request, Sequence, Sizes, Step, Token
 
-@dataclass(frozen=True, slots=True)
-class EngineConfig:
-    """Sizes of one engine (names as vLLM's options) and its step time: base + prefill tokens + sequences."""
-
-    model: str = "demo"
-    blocks: int = 4096
-    """Pool size as vLLM reports it in `num_gpu_blocks`, the null block included."""
-    block_size: int = 16
-    max_model_len: int = 65536
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 8192
-    step_base_ms: float = 8.0
-    step_prefill_us: float = 20.0
-    """Per prefill token in the step."""
-    step_running_us: float = 50.0
-    """Per sequence in the step."""
-
-    def __post_init__(self) -> None:
-        for name in ("block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.blocks < 2:
-            raise ValueError(f"blocks must be at least 2 (one is the null block), got {self.blocks}")
-
-    @property
-    def usable_blocks(self) -> int:
-        return self.blocks - 1
-
-    def blocks_for(self, tokens: int) -> int:
-        """Blocks that hold `tokens` token slots."""
-        return -(-tokens // self.block_size)
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """One sequence as asked for: prompt tokens and the output tokens it will produce, both at least 1."""
-
-    prompt_tokens: int
-    output_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One call: a sequence per choice of each prompt.  A held request computes its prompt and keeps the blocks, but
-    samples nothing until `Engine.release`."""
-
-    id: str
-    sequences: tuple[Sizes, ...]
-    held: bool = False
-
-
-@dataclass(eq=False, slots=True)
-class Sequence:
-    request_id: str
-    index: int
-    sizes: Sizes
-    held: bool
-    outputs: int = 0
-    """Tokens sampled so far; preemption keeps them."""
-    computed: int = 0
-    """Tokens whose KV is stored."""
-    blocks: int = 0
-    preemptions: int = 0
-    running: bool = False
-
-    @property
-    def known(self) -> int:
-        """Tokens that exist: the prompt and what was sampled."""
-        return self.sizes.prompt_tokens + self.outputs
-
-    @property
-    def pending(self) -> int:
-        """Tokens still to compute; a held sequence leaves its last one out and so never samples."""
-        return self.known - self.computed - int(self.held)
-
-    @property
-    def decoding(self) -> bool:
-        return self.outputs > 0 and self.known - self.computed == 1
-
-
-@dataclass(frozen=True, slots=True)
-class Token:
-    """One sampled token: `number` counts from 1 within its sequence, `last` ends the sequence."""
-
-    request_id: str
-    index: int
-    number: int
-    last: bool
-
-
-@dataclass(slots=True)
-class Step:
-    """What one step does: filled by `schedule`, its `tokens` by `complete`."""
-
-    duration_ms: float = 0.0
-    work: list[tuple[Sequence, int]] = field(default_factory=list)
-    admitted: list[Sequence] = field(default_factory=list)
-    preempted: list[Sequence] = field(default_factory=list)
-    tokens: list[Token] = field(default_factory=list)
-    computed_tokens: int = 0
-    prefill_tokens: int = 0
-
-    @property
-    def idle(self) -> bool:
-        """True when nothing can move until a request is added, aborted or released."""
-        return not (self.work or self.admitted or self.preempted)
+__all__ = ["POLICIES", "Engine", "EngineConfig", "Request", "Sequence", "Sizes", "Step", "Token"]
 
 
 class Engine:
@@ -132,31 +38,51 @@ class Engine:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
+        self.pool = BlockPool(config.usable_blocks)
         self.running: list[Sequence] = []
-        self.waiting: deque[Sequence] = deque()
-        self.blocks_used = 0
+        self.waiting: list[Sequence] = []
+        """By rank."""
+        self.admitting = True
+        """False: what waits goes on waiting, what runs goes on running."""
         self.steps = 0
         self.preemptions = 0
+        self.recomputed_tokens = 0
+        """Tokens that were stored, lost by preemption and not found in the prefix cache."""
+        self.prefix_queries = 0
+        """Tokens looked up in the prefix cache at first admissions, and those of them found."""
+        self.prefix_hits = 0
         self.prompt_tokens = 0
-        """Prompt tokens of sequences that gave their first token, as vLLM counts them."""
+        """Prompt tokens of sequences that gave their first token, as vLLM counts them, and those of them cached."""
+        self.prompt_tokens_cached = 0
         self.generation_tokens = 0
+        self._arrivals = 0
         self._live: dict[str, list[Sequence]] = {}
 
     @property
+    def blocks_used(self) -> int:
+        return self.pool.used
+
+    @property
     def blocks_free(self) -> int:
-        return self.config.usable_blocks - self.blocks_used
+        return self.pool.free
 
     @property
     def kv_usage(self) -> float:
-        return self.blocks_used / self.config.usable_blocks
+        return self.pool.used / self.pool.size
 
     def add(self, request: Request) -> None:
-        """Queue every sequence of the request.  Raises ValueError when its id is in use."""
+        """Queue every sequence of the request.  Raises ValueError when its id is in use or a prompt has another size
+        than its content."""
         if request.id in self._live:
             raise ValueError(f"request {request.id} is already in the engine")
-        sequences = [Sequence(request.id, i, s, request.held) for i, s in enumerate(request.sequences)]
+        indexes = request.indexes or range(len(request.sequences))
+        sequences = [
+            self._sequence(request, index, sizes)
+            for index, sizes in zip(indexes, request.sequences, strict=True)
+        ]
         self._live[request.id] = sequences
-        self.waiting.extend(sequences)
+        for sequence in sequences:
+            self._queue(sequence)
 
     def abort(self, request_id: str) -> bool:
         """Drop all sequences of a request and free their blocks at once; False when the request is not here."""
@@ -167,7 +93,7 @@ class Engine:
             if sequence.running:
                 self._leave(sequence)
             else:
-                self.waiting.remove(sequence)
+                del self.waiting[bisect_left(self.waiting, sequence.rank, key=_rank)]
         return True
 
     def release(self, request_id: str) -> None:
@@ -175,8 +101,21 @@ class Engine:
         for sequence in self._live.get(request_id, ()):
             sequence.held = False
 
+    def has(self, request_id: str) -> bool:
+        """True while a sequence of the request is here."""
+        return request_id in self._live
+
     def request_ids(self) -> Iterator[str]:
         return iter(tuple(self._live))
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached blocks; False, and nothing done, while blocks are held."""
+        return self.pool.reset()
+
+    def preempt_all(self) -> None:
+        """Send every running sequence back to the queue; not while a step is open."""
+        while self.running:
+            self._preempt(self.running[-1])
 
     def step(self) -> Step:
         """Schedule and complete in one go."""
@@ -186,9 +125,9 @@ class Engine:
 
     def schedule(self) -> Step:
         """Choose the work of the next step and take its blocks."""
-        step = Step()
+        step = Step(self._chunk_max())
         self._schedule_running(step)
-        if not step.preempted:
+        if self.admitting and not step.preempted:
             self._schedule_waiting(step)
         if step.work:
             self.steps += 1
@@ -204,79 +143,165 @@ class Engine:
             if sequence.computed == sequence.known:
                 step.tokens.append(self._sample(sequence))
 
+    def _sequence(self, request: Request, index: int, sizes: Sizes) -> Sequence:
+        prompt, config = sizes.prompt, self.config
+        given = len(prompt.hashes) * config.block_size + len(prompt.tail)
+        if prompt != EMPTY and given != sizes.prompt_tokens:
+            raise ValueError(f"the prompt has {given} tokens, not {sizes.prompt_tokens}")
+        self._arrivals += 1
+        priority = request.priority if config.scheduling_policy == "priority" else 0
+        findable = config.enable_prefix_caching and given > 0
+        return Sequence(request.id, index, sizes, request.held, (priority, self._arrivals), findable)
+
+    def _queue(self, sequence: Sequence) -> None:
+        insort(self.waiting, sequence, key=_rank)
+
+    def _chunk_max(self) -> int:
+        config = self.config
+        if config.long_prefill_token_threshold and len(self.running) + len(self.waiting) > 1:
+            return config.long_prefill_token_threshold
+        return config.max_num_batched_tokens
+
     def _schedule_running(self, step: Step) -> None:
         position = 0
         while position < len(self.running) and step.computed_tokens < self.config.max_num_batched_tokens:
             sequence = self.running[position]
             count = self._chunk(sequence, step)
             if count > 0:
-                if not self._make_room(sequence, count, step):
-                    return
-                self._take(sequence, count, step)
+                missing = self._blocks_missing(sequence, count)
+                if missing > self.pool.free:
+                    if not self._make_room(sequence, missing, step):
+                        return
+                    position = self.running.index(sequence)
+                self._take(sequence, count, missing, step)
             position += 1
 
     def _schedule_waiting(self, step: Step) -> None:
-        while self.waiting and len(self.running) < self.config.max_num_seqs:
-            sequence = self.waiting[0]
-            out_of_budget = step.computed_tokens >= self.config.max_num_batched_tokens
-            if out_of_budget or self.config.blocks_for(sequence.known) > self.blocks_free:
+        config = self.config
+        while self.waiting and len(self.running) < config.max_num_seqs:
+            if step.computed_tokens >= config.max_num_batched_tokens:
                 return
-            self.waiting.popleft()
-            sequence.running = True
-            self.running.append(sequence)
-            step.admitted.append(sequence)
-            self._take(sequence, self._chunk(sequence, step), step)
+            sequence = self.waiting[0]
+            found = self._find(sequence)
+            if not self._fits(sequence, found):
+                return
+            del self.waiting[0]
+            self._admit(sequence, found, step)
+
+    def _find(self, sequence: Sequence) -> list[Block]:
+        """What the prefix cache has of it; its last token is always computed, so that it can sample."""
+        if not sequence.findable:
+            return []
+        size = self.config.block_size
+        return self.pool.find(sequence.hash_blocks((sequence.known - 1) // size, size))
+
+    def _fits(self, sequence: Sequence, found: list[Block]) -> bool:
+        needed = self.config.blocks_for(sequence.known) - len(found) + self.pool.free_among(found)
+        spare = self.config.watermark_blocks if self.running else 0
+        return needed + spare <= self.pool.free
+
+    def _admit(self, sequence: Sequence, found: list[Block], step: Step) -> None:
+        self.pool.share(found)
+        sequence.blocks = found
+        sequence.blocks_cached = len(found)
+        sequence.computed = len(found) * self.config.block_size
+        if sequence.preemptions:
+            self.recomputed_tokens += max(0, sequence.computed_before - sequence.computed)
+        else:
+            self._count_lookup(sequence)
+        sequence.running = True
+        self.running.append(sequence)
+        step.admitted.append(sequence)
+        count = self._chunk(sequence, step)
+        self._take(sequence, count, self._blocks_missing(sequence, count), step)
+
+    def _count_lookup(self, sequence: Sequence) -> None:
+        sequence.cached_tokens = sequence.computed
+        if self.config.enable_prefix_caching:
+            self.prefix_queries += sequence.known
+            self.prefix_hits += sequence.computed
 
     def _chunk(self, sequence: Sequence, step: Step) -> int:
-        return min(sequence.pending, self.config.max_num_batched_tokens - step.computed_tokens)
+        """Tokens to compute, of which the step has room for one at least; a held sequence leaves its last one out and
+        so never samples."""
+        pending = sequence.known - sequence.computed - sequence.held
+        if pending <= 1:
+            return pending
+        return min(pending, step.chunk_max, self.config.max_num_batched_tokens - step.computed_tokens)
 
     def _blocks_missing(self, sequence: Sequence, count: int) -> int:
-        return self.config.blocks_for(sequence.computed + count + int(sequence.held)) - sequence.blocks
+        return self.config.blocks_for(sequence.computed + count + sequence.held) - len(sequence.blocks)
 
-    def _make_room(self, sequence: Sequence, count: int, step: Step) -> bool:
-        """Preempt from the back until the sequence's next tokens fit; False when it had to go itself."""
-        while self._blocks_missing(sequence, count) > self.blocks_free:
-            victim = self.running[-1]
+    def _make_room(self, sequence: Sequence, missing: int, step: Step) -> bool:
+        """Preempt the last by rank until so many blocks are free; False when the sequence had to go itself."""
+        while missing > self.pool.free:
+            victim = max(self.running, key=_rank)
+            self._take_back(victim, step)
             self._preempt(victim)
             step.preempted.append(victim)
             if victim is sequence:
                 return False
         return True
 
-    def _take(self, sequence: Sequence, count: int, step: Step) -> None:
-        missing = self._blocks_missing(sequence, count)
-        assert 0 <= missing <= self.blocks_free
-        sequence.blocks += missing
-        self.blocks_used += missing
+    def _take(self, sequence: Sequence, count: int, missing: int, step: Step) -> None:
+        if missing > 0:
+            sequence.blocks += self.pool.take(missing)
+        if sequence.findable:
+            self._cache_full_blocks(sequence, (sequence.computed + count) // self.config.block_size)
         if count == 0:
             return
         step.work.append((sequence, count))
         step.computed_tokens += count
-        if not sequence.decoding:
+        if count > 1 or not sequence.decoding:
             step.prefill_tokens += count
+
+    def _take_back(self, victim: Sequence, step: Step) -> None:
+        """Undo the victim's part of the step, which it has where a less urgent one was served before."""
+        for number, (sequence, count) in enumerate(step.work):
+            if sequence is victim:
+                del step.work[number]
+                step.computed_tokens -= count
+                if not sequence.decoding:
+                    step.prefill_tokens -= count
+                return
+
+    def _cache_full_blocks(self, sequence: Sequence, full: int) -> None:
+        if full <= sequence.blocks_cached:
+            return
+        hashes = sequence.hash_blocks(full, self.config.block_size)
+        for number in range(sequence.blocks_cached, full):
+            self.pool.cache(sequence.blocks[number], hashes[number])
+        sequence.blocks_cached = full
 
     def _preempt(self, sequence: Sequence) -> None:
         self._leave(sequence)
+        sequence.computed_before = sequence.computed
         sequence.computed = 0
         sequence.preemptions += 1
         self.preemptions += 1
-        self.waiting.appendleft(sequence)
+        self._queue(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         sequence.running = False
-        self.blocks_used -= sequence.blocks
-        sequence.blocks = 0
+        self.pool.give_back(sequence.blocks)
+        sequence.blocks = []
+        sequence.blocks_cached = 0
 
     def _sample(self, sequence: Sequence) -> Token:
         sequence.outputs += 1
+        sequence.known += 1
         self.generation_tokens += 1
         if sequence.outputs == 1:
-            self.prompt_tokens += sequence.sizes.prompt_tokens
+            self._count_prompt(sequence)
         last = sequence.outputs == sequence.sizes.output_tokens
         if last:
             self._finish(sequence)
         return Token(sequence.request_id, sequence.index, sequence.outputs, last)
+
+    def _count_prompt(self, sequence: Sequence) -> None:
+        self.prompt_tokens += sequence.sizes.prompt_tokens
+        self.prompt_tokens_cached += sequence.cached_tokens
 
     def _finish(self, sequence: Sequence) -> None:
         self._leave(sequence)
@@ -289,3 +314,7 @@ class Engine:
         config = self.config
         microseconds = config.step_prefill_us * step.prefill_tokens + config.step_running_us * len(step.work)
         return config.step_base_ms + microseconds / 1000
+
+
+def _rank(sequence: Sequence) -> tuple[int, int]:
+    return sequence.rank

@@ -1,7 +1,9 @@
 """What `GET /mock/log` tells: every generation call as it arrived and what became of it."""
 
 import json
+import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field
 from enum import StrEnum
 from hashlib import sha256
@@ -33,6 +35,12 @@ class Record:
     id: str | None = None
     """The id in the answer; None for a refused call."""
     state: State = State.RECEIVED
+    prompt_tokens: int = 0
+    counts: Sequence[int] = ()
+    """Output tokens of each sequence: the list that the answer counts in."""
+    cached_tokens: int = 0
+    times: dict[str, float] = field(default_factory=dict)
+    """Unix time in seconds of "received", "started" (the engine gave it blocks), "first_token" and "ended"."""
     sha256: str = field(init=False)
     body_bytes: int = field(init=False)
     _kept: bytes = field(init=False)
@@ -48,6 +56,10 @@ class Record:
             "id": self.id,
             "path": self.path,
             "state": self.state,
+            "prompt_tokens": self.prompt_tokens,
+            "output_tokens": sum(self.counts),
+            "cached_tokens": self.cached_tokens,
+            "times": self.times,
             "headers": self.headers,
             "body": self._parsed(),
             "body_bytes": self.body_bytes,
@@ -64,7 +76,8 @@ class Record:
 class Journal:
     """Counts since the last clear, and the last `RECORDS_MAX` calls, oldest first."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
         self.clear()
 
     def clear(self) -> None:
@@ -72,12 +85,19 @@ class Journal:
         self._records: deque[Record] = deque(maxlen=RECORDS_MAX)
 
     def receive(self, record: Record) -> None:
+        record.times["received"] = self._clock()
         self._records.append(record)
         self._counts[State.RECEIVED] += 1
 
     def move(self, record: Record, state: State) -> None:
         record.state = state
+        record.times["started" if state is State.STARTED else "ended"] = self._clock()
         self._counts[state] += 1
+
+    def note_first_token(self, record: Record, seconds: float) -> None:
+        """So long after its arrival, by the loop's clock, which is coarser than this one."""
+        earliest = record.times.get("started", record.times["received"])
+        record.times["first_token"] = min(max(record.times["received"] + seconds, earliest), self._clock())
 
     def shown(self) -> dict[str, Any]:
         counts = {str(state): number for state, number in self._counts.items()}

@@ -1,6 +1,7 @@
 """`kvgate mock`: mock engines on consecutive ports of one process, with uvicorn.
 
-SIGTERM and SIGINT end it as vLLM ends by default: streams get finish_reason "abort" and [DONE] at once.
+SIGTERM and SIGINT end it as they end vLLM: by default streams get finish_reason "abort" and [DONE] at once; with a
+shutdown timeout what is in flight finishes first, while new calls are turned away.  The second signal ends at once.
 """
 
 import argparse
@@ -12,72 +13,52 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import uvicorn
+import uvloop
 
-from gateway.mock.engine import EngineConfig
+from gateway.mock.arguments import Opened, add_arguments, engine_config, opened, server_options
 from gateway.mock.exchange import BreakableProtocol
 from gateway.mock.server import MockServer, create_app
 
+__all__ = ["EngineServer", "add_arguments", "run"]
+
 SHUTDOWN_SECONDS = 5
-"""Connections still open this long after SIGTERM are dropped."""
+"""Connections still open this long after the end of the last call are dropped."""
 BACKLOG = 2048
 PARENT_POLL_SECONDS = 0.5
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `kvgate mock`."""
-    default = EngineConfig()
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=9001, help="0 takes a free port (default 9001)")
-    parser.add_argument("--engines", type=int, default=1, help="engines, on consecutive ports (default 1)")
-    parser.add_argument("--model", default=default.model)
-    parser.add_argument(
-        "--blocks", type=int, default=default.blocks, help="num_gpu_blocks, null block included"
-    )
-    parser.add_argument("--block-size", type=int, default=default.block_size, help="tokens per block")
-    parser.add_argument("--max-model-len", type=int, default=default.max_model_len)
-    parser.add_argument("--max-num-seqs", type=int, default=default.max_num_seqs)
-    parser.add_argument("--max-num-batched-tokens", type=int, default=default.max_num_batched_tokens)
-    parser.add_argument("--step-base-ms", type=float, default=default.step_base_ms)
-    parser.add_argument(
-        "--step-prefill-us", type=float, default=default.step_prefill_us, help="per prefill token"
-    )
-    parser.add_argument("--step-running-us", type=float, default=default.step_running_us, help="per sequence")
-    parser.add_argument(
-        "--speed", type=float, default=1.0, help="divides step times; inf = no time (default 1)"
-    )
-    parser.add_argument("--tokens", type=int, help="output tokens of an answer (default: run to the limit)")
-    parser.add_argument("--api-key", help="asked for under /v1 only")
-    parser.add_argument("--die-with-parent", action="store_true", help="end when the parent process ends")
-
-
 def run(args: argparse.Namespace) -> int:
-    """Serve until SIGTERM or SIGINT; the exit status."""
+    """Serve until SIGTERM or SIGINT; the exit status, 1 after a crash that was asked for."""
     parent = os.getppid()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s %(message)s")
+    options = opened(args)
     try:
-        listeners = _listen(args.host, args.port, args.engines)
+        listeners = _listen(options.host, options.port, options.engines)
     except OSError as error:
-        print(f"cannot listen on {args.host}:{args.port}: {error}", file=sys.stderr)
+        print(f"cannot listen on {options.host}:{options.port}: {error}", file=sys.stderr)
         return 1
+
     try:
-        asyncio.run(_serve(args, listeners, parent))
+        servers = _servers(args, options, listeners)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_serve(servers, options, parent))
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
     finally:
         for listener in listeners:
             listener.close()
-    return 0
+    return int(any(server.crashed for server in servers))
 
 
 class EngineServer(uvicorn.Server):
     """One engine's server: it leaves signals to `_serve` and tells when it is ready."""
 
-    def __init__(self, app: MockServer, listener: socket.socket) -> None:
+    def __init__(self, app: MockServer, listener: socket.socket, shutdown_seconds: float = 0.0) -> None:
         config = uvicorn.Config(
             app,
             http=BreakableProtocol,
@@ -89,7 +70,11 @@ class EngineServer(uvicorn.Server):
         )
         super().__init__(config)
         self._app = app
+        self._shutdown_seconds = shutdown_seconds
+        self._draining: asyncio.Task[None] | None = None
         self.listener = listener
+        self.crashed = False
+        app.control.on_exit = self._crash
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -100,38 +85,51 @@ class EngineServer(uvicorn.Server):
         host, port = self.listener.getsockname()[:2]
         print(f"mock engine ready on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
 
+    def terminate(self) -> None:
+        """A signal: the first one drains when there is time for it, the second one ends."""
+        if self._draining is not None or not self._shutdown_seconds:
+            self.stop()
+            return
+        self._app.driver.drain()
+        self._draining = asyncio.get_running_loop().create_task(self._drain())
+
     def stop(self) -> None:
+        """Cut what is in flight, as vLLM does without a shutdown timeout, and close the port."""
         self._app.driver.stop()
         self.should_exit = True
+        for server in self.servers:
+            server.close()
+
+    async def _drain(self) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._shutdown_seconds):
+                await self._app.driver.drained()
+        self.stop()
+
+    def _crash(self) -> None:
+        self.crashed = True
+        self.stop()
 
 
-async def _serve(args: argparse.Namespace, listeners: list[socket.socket], parent: int) -> None:
-    config = EngineConfig(
-        model=args.model,
-        blocks=args.blocks,
-        block_size=args.block_size,
-        max_model_len=args.max_model_len,
-        max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=args.max_num_batched_tokens,
-        step_base_ms=args.step_base_ms,
-        step_prefill_us=args.step_prefill_us,
-        step_running_us=args.step_running_us,
-    )
-    servers = [
-        EngineServer(
-            create_app(config, speed=args.speed, api_key=args.api_key, output_tokens=args.tokens), listener
-        )
+def _servers(args: argparse.Namespace, options: Opened, listeners: list[socket.socket]) -> list[EngineServer]:
+    """Raises ValueError for options that make no engine."""
+    config, server = engine_config(args), server_options(args)
+    return [
+        EngineServer(create_app(config, server, speed=options.speed), listener, options.shutdown_seconds)
         for listener in listeners
     ]
+
+
+async def _serve(servers: list[EngineServer], options: Opened, parent: int) -> None:
     loop = asyncio.get_running_loop()
 
-    def stop() -> None:
+    def terminate() -> None:
         for server in servers:
-            server.stop()
+            server.terminate()
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop)
-    watch = loop.create_task(_stop_with_parent(parent)) if args.die_with_parent else None
+        loop.add_signal_handler(number, terminate)
+    watch = loop.create_task(_stop_with_parent(parent)) if options.die_with_parent else None
     await asyncio.gather(*(server.serve([server.listener]) for server in servers))
     if watch is not None:
         watch.cancel()

@@ -3,157 +3,18 @@
 import asyncio
 import gzip
 import json
-import math
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
 
-from gateway.mock.engine import EngineConfig
-from gateway.mock.serve import EngineServer
-from gateway.mock.server import MockServer, create_app
-
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-MESSAGES = [{"role": "user", "content": "hello"}]
-SMALL = EngineConfig(model="tiny", blocks=64, block_size=16, max_model_len=4096)
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a client saw until its connection ended; `broken` when that was a reset or came too early."""
-
-    head: str
-    body: bytes
-    broken: bool
-
-    @property
-    def status(self) -> int:
-        return int(self.head.split(" ", 2)[1])
-
-    @property
-    def names(self) -> list[str]:
-        return [line.split(":")[0] for line in self.head.split("\r\n")[1:]]
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.body)
-
-    @property
-    def events(self) -> list[str]:
-        return [part.removeprefix("data: ") for part in self.body.decode().split("\n\n") if part]
-
-
-class Client:
-    """One connection, spoken by hand so that bytes, order and the way of ending are seen as they are."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.reader = reader
-        self._writer = writer
-
-    @classmethod
-    async def connect(cls, port: int) -> "Client":
-        return cls(*await asyncio.open_connection("127.0.0.1", port))
-
-    async def ask(self, method: str, path: str, body: object = None, headers: str = "") -> None:
-        raw = b"" if body is None else json.dumps(body).encode()
-        head = f"{method} {path} HTTP/1.1\r\nhost: mock\r\nconnection: close\r\n{headers}"
-        self._writer.write(f"{head}content-length: {len(raw)}\r\n\r\n".encode() + raw)
-        await self._writer.drain()
-
-    async def answer(self) -> Answer:
-        raw, reset = b"", False
-        try:
-            while data := await self.reader.read(65536):
-                raw += data
-        except ConnectionResetError:
-            reset = True
-        head, _, rest = raw.partition(b"\r\n\r\n")
-        body, complete = (unchunked if b"transfer-encoding: chunked" in head else counted)(head, rest)
-        return Answer(head.decode("latin-1"), body, reset or not complete)
-
-    async def head(self) -> bytes:
-        return await self.reader.readuntil(b"\r\n\r\n")
-
-    async def event(self) -> bytes:
-        await self.reader.readuntil(b"data: ")
-        return (await self.reader.readuntil(b"\n\n")).strip()
-
-    async def leave(self) -> None:
-        self._writer.close()
-        await asyncio.gather(self._writer.wait_closed(), return_exceptions=True)
-
-
-def unchunked(head: bytes, rest: bytes) -> tuple[bytes, bool]:
-    body = b""
-    while rest:
-        size, _, rest = rest.partition(b"\r\n")
-        if int(size, 16) == 0:
-            return body, True
-        body, rest = body + rest[: int(size, 16)], rest[int(size, 16) + 2 :]
-    return body, False
-
-
-def counted(head: bytes, rest: bytes) -> tuple[bytes, bool]:
-    lengths = [
-        int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.startswith(b"content-length:")
-    ]
-    return rest, lengths == [len(rest)]
-
-
-class Mock:
-    def __init__(self, app: MockServer, server: EngineServer, port: int) -> None:
-        self.app = app
-        self.server = server
-        self.port = port
-
-    async def call(self, method: str, path: str, body: object = None, headers: str = "") -> Answer:
-        client = await Client.connect(self.port)
-        try:
-            await client.ask(method, path, body, headers)
-            return await client.answer()
-        finally:
-            await client.leave()
-
-    async def begin(self, path: str, body: object) -> Client:
-        client = await Client.connect(self.port)
-        await client.ask("POST", path, body)
-        return client
-
-    def pool(self) -> tuple[int, int, int]:
-        engine = self.app.driver.engine
-        return len(engine.running), len(engine.waiting), engine.blocks_used
-
-    async def states(self) -> list[str]:
-        return [record["state"] for record in (await self.call("GET", "/mock/log")).json["requests"]]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Let the loop turn until the condition holds; the time limit is only for a broken mock."""
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.001)
-
-
-@asynccontextmanager
-async def serving(config: EngineConfig = SMALL, **options: Any) -> AsyncIterator[Mock]:
-    listener = socket.create_server(("127.0.0.1", 0))
-    app = create_app(config, **{"speed": math.inf} | options)
-    server = EngineServer(app, listener)
-    task = asyncio.ensure_future(server.serve([listener]))
-    try:
-        await until(lambda: server.started)
-        yield Mock(app, server, listener.getsockname()[1])
-    finally:
-        server.stop()
-        await task
-        listener.close()
+from tests.integration.mock_world import CHAT, MESSAGES, TEXT, Answer, Client, Mock, body, serving, until
 
 
 @pytest.fixture
@@ -162,13 +23,9 @@ async def mock() -> AsyncIterator[Mock]:
         yield running
 
 
-def body(**fields: Any) -> dict[str, Any]:
-    """A chat body that also serves as a completion body."""
-    return {"model": "tiny", "messages": MESSAGES, "prompt": [5] * 20, "max_tokens": 3} | fields
-
-
-async def test_a_stream_has_the_headers_and_events_of_vllm(mock: Mock) -> None:
-    answer = await mock.call("POST", CHAT, body(stream=True), "x-request-id: my-req-42\r\n")
+async def test_a_stream_has_the_headers_and_events_of_vllm() -> None:
+    async with serving(enable_request_id_headers=True) as mock:
+        answer = await mock.call("POST", CHAT, body(stream=True), "x-request-id: my-req-42\r\n")
     names = ["date", "server", "content-type", "vary", "x-request-id", "connection", "transfer-encoding"]
     assert answer.names == names
     assert "content-type: text/event-stream; charset=utf-8" in answer.head
@@ -189,7 +46,6 @@ async def test_a_whole_answer_and_its_headers(mock: Mock) -> None:
         "content-length",
         "content-type",
         "vary",
-        "x-request-id",
         "connection",
     ]
     assert [choice["index"] for choice in answer.json["choices"]] == [0, 1, 2, 3]

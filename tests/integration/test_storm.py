@@ -64,12 +64,13 @@ class Storm:
     async def blow(self, sizes: Sequence[Size]) -> None:
         async with asyncio.TaskGroup() as calls:
             for number, size in enumerate(sizes):
-                calls.create_task(self._call(self.urls[number % len(self.urls)], size))
+                calls.create_task(self._call(self.urls[number % len(self.urls)], size, number))
 
-    async def _call(self, url: str, size: Size) -> None:
+    async def _call(self, url: str, size: Size, number: int) -> None:
         wire = await Wire.open(url)
         try:
             body = completion(size.prompt_tokens, size.max_tokens, size.stream)
+            body["prompt"][0] = 1000 + number  # no two prompts share a block in the engine's prefix cache
             await wire.send(post(self.keys[size.key], body))
             status, headers = await wire.head()
             assert status == 200, (status, headers)

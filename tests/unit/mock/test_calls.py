@@ -5,16 +5,22 @@ from typing import Any
 
 import pytest
 
-from gateway.mock.calls import Call, Refusal, parse_call
+from gateway.mock.bodies import Refusal, parse_object
+from gateway.mock.calls import Call, Server, parse_batch, parse_chat, parse_text
 from gateway.mock.engine import EngineConfig, Sizes
+from gateway.mock.options import Options
 
-CONFIG = EngineConfig(model="tiny", max_model_len=4096)
+SERVER = Server(EngineConfig(model="tiny", max_model_len=4096, enable_prefix_caching=False), Options())
 MESSAGES = [{"role": "user", "content": "hello there"}]  # 2 tokens, 4 for the message, 3 for the reply
 
 
 def parse(chat: bool, body: dict[str, Any] | bytes) -> Call:
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return parse_call(chat, raw, "rid", CONFIG)
+    return (parse_chat if chat else parse_text)(parse_object(raw), "rid", SERVER)
+
+
+def prompts(call: Call) -> tuple[int, ...]:
+    return tuple(prompt.tokens for prompt in call.prompts)
 
 
 def chat(**fields: Any) -> Call:
@@ -46,7 +52,7 @@ def refusal(is_chat: bool, body: dict[str, Any] | bytes) -> dict[str, Any]:
 )
 def test_chat_limits(fields: dict[str, Any], limit: int) -> None:
     call = chat(**fields)
-    assert (call.prompts, call.limits) == ((9,), (limit,))
+    assert (prompts(call), call.limits) == ((9,), (limit,))
 
 
 @pytest.mark.parametrize(
@@ -69,8 +75,8 @@ def test_prompts_times_choices_are_sequences_in_order() -> None:
     call = text(prompt=[[10, 11, 12, 13], [20, 21]], n=2, max_tokens=3)
     assert call.sequences(None) == (Sizes(4, 3), Sizes(4, 3), Sizes(2, 3), Sizes(2, 3))
     assert call.sequences(2)[0] == Sizes(4, 2)
-    assert text(prompt=["a b", "c"]).prompts == (2, 1)
-    assert text(prompt=[10] * 500, truncate_prompt_tokens=100).prompts == (100,)
+    assert prompts(text(prompt=["a b", "c"])) == (2, 1)
+    assert prompts(text(prompt=[10] * 500, truncate_prompt_tokens=100)) == (100,)
 
 
 def test_a_scripted_length_ends_with_stop_below_the_limit() -> None:
@@ -82,7 +88,6 @@ def test_a_scripted_length_ends_with_stop_below_the_limit() -> None:
 
 def test_ids_and_stream_options() -> None:
     assert chat().id == "chatcmpl-rid"
-    assert text(request_id="mine").id == "cmpl-mine"
     options = {"include_usage": True, "continuous_usage_stats": True}
     call = chat(stream=True, stream_options=options, frobnicate=1, priority=5)
     assert (call.stream, call.include_usage, call.continuous_usage) == (True, True, True)
@@ -245,10 +250,82 @@ def test_a_prompt_over_the_context(prompt: object, words: str) -> None:
         {"prompt": "a", "stream_options": "x"},
         {"prompt": "a", "mock": {"fail": "explode"}},
         {"prompt": "a", "mock": {"output_tokens": 0}},
-        b'{"prompt": "\xff"}',
-        b"[" * 100_000,
     ],
 )
 def test_nonsense_is_a_400_and_never_an_exception(body: dict[str, Any] | bytes) -> None:
     assert refusal(False, body)["code"] == 400
     assert refusal(True, {"messages": [1]})["code"] == 400
+
+
+@pytest.mark.parametrize("raw", [b'{"prompt": "\xff"}', b"[" * 100_000])
+def test_what_cannot_be_read_has_the_answer_of_fastapi(raw: bytes) -> None:
+    with pytest.raises(Refusal) as caught:
+        parse(False, raw)
+    assert caught.value.body == {"detail": "There was an error parsing the body"}
+
+
+def test_a_conversation_list_is_a_batch_of_prompts() -> None:
+    body = {"messages": [MESSAGES, MESSAGES], "n": 2, "max_tokens": 3, "stream": True}
+    call = parse_batch(body, "rid", SERVER)
+    assert (prompts(call), call.width, call.stream) == ((9, 9), 4, False)
+    for wrong in ({}, {"messages": MESSAGES}, {"messages": [[]]}, {"messages": [[{"role": 5}]]}):
+        with pytest.raises(Refusal):
+            parse_batch(wrong, "rid", SERVER)
+
+
+def test_a_call_runs_at_least_its_min_tokens() -> None:
+    assert text(max_tokens=8, min_tokens=6).sequences(3)[0].output_tokens == 6
+    assert text(max_tokens=8).sequences(3)[0].output_tokens == 3
+    assert text(max_tokens=8, ignore_eos=True).sequences(3)[0].output_tokens == 8
+    assert text(max_tokens=8, ignore_eos=True, mock={"output_tokens": 2}).sequences(3)[0].output_tokens == 2
+
+
+def test_the_name_of_the_limit_is_told() -> None:
+    message = refusal(True, {"messages": MESSAGES, "max_completion_tokens": 9999})["message"]
+    assert message.startswith("max_completion_tokens=9999 cannot be greater than max_model_len=4096.")
+
+
+def test_prefix_caching_sees_the_prompt_and_its_salt() -> None:
+    server = Server(EngineConfig(model="tiny", block_size=4), Options())
+
+    def hashes(**fields: Any) -> tuple[int, ...]:
+        return parse_text({"prompt": list(range(10)), **fields}, "rid", server).prompts[0].content.hashes
+
+    assert len(hashes()) == 2
+    assert hashes() == hashes()
+    assert hashes(cache_salt="a") != hashes()
+    assert hashes(prompt=[0, 1, 2, 3, 9, 9, 9, 9])[0] == hashes()[0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"min_tokens": -1}, "min_tokens must be greater than or equal to 0, got -1."),
+        ({"use_beam_search": True, "stream": True}, "Streaming is not currently supported with beam search"),
+        (
+            {"logprobs": 21},
+            "Requested sample logprobs of 21, which is greater than max allowed: 20 (parameter=logprobs, value=21)",
+        ),
+        ({"logprobs": -2}, "`logprobs` must be a positive value or -1. (parameter=logprobs, value=-2)"),
+    ],
+)
+def test_refusals_of_options(fields: dict[str, Any], message: str) -> None:
+    assert refusal(False, {"prompt": "a", **fields})["message"] == message
+
+
+def test_top_logprobs_need_logprobs() -> None:
+    assert chat(logprobs=True, top_logprobs=2).logprobs == 2
+    assert chat(logprobs=True).logprobs == 0
+    assert chat().logprobs is None
+    assert "`logprobs` must be set" in refusal(True, {"messages": MESSAGES, "top_logprobs": 2})["message"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "errors"),
+    [(5, 4), ([1.5], 4), (["a", [1, 2]], 5), ([[1], ["x"]], 6), ([None] * 20, 61)],
+)
+def test_a_prompt_of_no_known_form_lists_the_errors_of_each(prompt: object, errors: int) -> None:
+    message = refusal(False, {"prompt": prompt})["message"]
+    assert message.startswith(f"{errors} validation errors:")
+    assert message.count("\n  {") == min(errors, 10)
+    assert ("more errors" in message) == (errors > 10)

@@ -1,4 +1,4 @@
-"""The pure engine against what a real vLLM 0.32.0 did with the same loads, and its books against themselves."""
+"""The pure engine step by step, and its books against themselves; `test_truth` has the measured loads."""
 
 from collections import Counter
 from dataclasses import replace
@@ -8,9 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.mock.engine import Engine, EngineConfig, Request, Sizes, Step
+from gateway.mock.pool import Content, content
+from gateway.mock.tokenizer import word
 
 MEASURED = EngineConfig(blocks=256, block_size=32, max_model_len=4096)
-"""The pool of the measured engine: 255 usable blocks of 32."""
+"""255 usable blocks of 32."""
 
 
 def load(config: EngineConfig, number: int, prompt: int, output: int) -> Engine:
@@ -27,33 +29,6 @@ def drain(engine: Engine) -> int:
         peak = max(peak, engine.blocks_used)
         engine.complete(step)
     return peak
-
-
-def test_storm_preempts_as_measured() -> None:
-    engine = load(MEASURED, 40, 256, 512)
-    assert drain(engine) == 255
-    assert 30 <= engine.preemptions <= 50  # a real engine: 39
-    assert (engine.generation_tokens, engine.prompt_tokens, engine.blocks_used) == (40 * 512, 40 * 256, 0)
-
-
-@pytest.mark.parametrize(
-    ("number", "prompt", "output", "preempts"),
-    [
-        (15, 32, 512, False),  # 15 x 17 = 255 blocks
-        (15, 33, 512, False),  # the last token's KV is never stored: 544 tokens, still 17 blocks
-        (15, 34, 512, True),
-        (16, 33, 480, True),  # 16 x 16 = 256 blocks, one of them is the null block
-        (15, 33, 480, False),
-    ],
-)
-def test_the_pool_is_used_to_the_last_block_and_not_beyond(
-    number: int, prompt: int, output: int, preempts: bool
-) -> None:
-    engine = load(MEASURED, number, prompt, output)
-    peak = drain(engine)
-    assert (engine.preemptions > 0) == preempts
-    assert peak <= 255
-    assert engine.generation_tokens == number * output
 
 
 def test_the_largest_sequence_that_fits_runs_alone() -> None:
@@ -140,9 +115,9 @@ def test_abort_frees_at_once_even_between_schedule_and_complete() -> None:
 
 def test_a_held_request_keeps_its_prompt_blocks_and_samples_nothing_until_released() -> None:
     engine = Engine(MEASURED)
-    engine.add(Request("held", (Sizes(64, 3),), held=True))
-    engine.step()
-    assert engine.blocks_used == 2
+    engine.add(Request("held", (Sizes(65, 3),), held=True))
+    assert computed(engine.step()) == {"held": 64}
+    assert engine.blocks_used == 3
     assert engine.step().idle
     engine.release("held")
     drain(engine)
@@ -165,17 +140,246 @@ def test_an_id_in_use_and_a_pool_without_blocks_are_refused() -> None:
         EngineConfig(blocks=1)
     with pytest.raises(ValueError, match="max_num_seqs"):
         EngineConfig(max_num_seqs=0)
+    with pytest.raises(ValueError, match="watermark"):
+        EngineConfig(watermark=-0.1)
+    with pytest.raises(ValueError, match="scheduling_policy"):
+        EngineConfig(scheduling_policy="lifo")
+
+
+def prompt_of(tokens: int, seed: int = 0, block_size: int = 4) -> Content:
+    return content([f"{seed}.{number // 8}" for number in range(tokens)], block_size)
+
+
+def talk(tokens: int, output: int, seed: int = 0, block_size: int = 4) -> Sizes:
+    return Sizes(tokens, output, prompt_of(tokens, seed, block_size))
+
+
+CACHED = EngineConfig(blocks=101, block_size=4)
+
+
+def computed(step: Step) -> dict[str, int]:
+    return {sequence.request_id: count for sequence, count in step.work}
+
+
+@pytest.mark.parametrize(("tokens", "found"), [(12, 8), (13, 12), (3, 0), (4, 0), (5, 4)])
+def test_a_prompt_is_found_again_but_for_its_last_token(tokens: int, found: int) -> None:
+    engine = Engine(CACHED)
+    engine.add(Request("first", (talk(tokens, 1),)))
+    drain(engine)
+    assert engine.blocks_used == 0
+    engine.add(Request("again", (talk(tokens, 2),)))
+    assert computed(engine.step()) == {"again": tokens - found}
+    assert (engine.prefix_queries, engine.prefix_hits) == (2 * tokens, found)
+    assert (engine.prompt_tokens, engine.prompt_tokens_cached) == (2 * tokens, found)
+
+
+def test_a_conversation_that_goes_on_finds_its_prompt_and_the_reply() -> None:
+    engine = Engine(CACHED)
+    before = [f"p{number}" for number in range(10)]
+    reply = [word(number) for number in range(1, 12)]
+    engine.add(Request("first", (Sizes(10, len(reply), content(before, 4)),)))
+    drain(engine)
+    after = [*before, *reply, *(f"q{number}" for number in range(9))]
+    engine.add(Request("goes on", (Sizes(30, 1, content(after, 4)),)))
+    # 21 tokens are the same; the KV of the last one was never stored
+    assert computed(engine.step()) == {"goes on": 30 - 20}
+
+
+def test_holders_of_one_prefix_share_its_blocks_from_the_step_that_fills_them_on() -> None:
+    engine = Engine(CACHED)
+    for name in ("a", "b"):
+        engine.add(Request(name, (talk(13, 5),)))
+    step = engine.schedule()
+    assert computed(step) == {"a": 13, "b": 1}
+    assert engine.blocks_used == 3 + 1 + 1
+    engine.abort("a")
+    assert engine.blocks_used == 3 + 1
+    engine.complete(step)
+    engine.abort("b")
+    assert engine.blocks_used == 0
+
+
+def test_found_blocks_that_nobody_holds_need_room_as_new_ones_do() -> None:
+    engine = Engine(EngineConfig(blocks=8, block_size=4))
+    engine.add(Request("first", (talk(16, 1),)))
+    drain(engine)
+    engine.add(Request("holder", (talk(16, 9, seed=1),), held=True))
+    engine.step()
+    engine.add(Request("again", (talk(16, 1),)))
+    assert engine.step().admitted == []  # 3 blocks are free, and its 3 found ones are among them
+    engine.abort("holder")
+    assert len(engine.step().admitted) == 1
+
+
+def test_what_was_left_longest_ago_is_lost_first() -> None:
+    engine = Engine(EngineConfig(blocks=7, block_size=4))
+    for seed in (1, 2):
+        engine.add(Request(str(seed), (talk(12, 1, seed=seed),)))
+        drain(engine)
+    engine.add(Request("3", (talk(8, 1, seed=3),)))
+    drain(engine)
+    found = {seed: len(engine.pool.find(prompt_of(12, seed).hashes)) for seed in (1, 2, 3)}
+    assert found == {1: 1, 2: 3, 3: 2}
+
+
+def test_an_unknown_prompt_is_never_found() -> None:
+    engine = Engine(CACHED)
+    for name in ("a", "b"):
+        engine.add(Request(name, (Sizes(13, 9),)))
+    drain(engine)
+    assert (engine.prefix_queries, engine.prefix_hits) == (26, 0)
+    with pytest.raises(ValueError, match="13 tokens, not 12"):
+        engine.add(Request("wrong", (Sizes(12, 1, prompt_of(13)),)))
+
+
+def test_the_cache_can_be_switched_off_and_emptied() -> None:
+    off, on = Engine(replace(CACHED, enable_prefix_caching=False)), Engine(CACHED)
+    for engine in (off, on):
+        engine.add(Request("a", (talk(13, 1),)))
+        drain(engine)
+    assert on.reset_prefix_cache()
+    for engine in (off, on):
+        engine.add(Request("b", (talk(13, 5),)))
+        assert computed(engine.step()) == {"b": 13}
+    assert not on.reset_prefix_cache()
+    assert (off.prefix_queries, on.prefix_queries) == (0, 26)
+
+
+def test_a_preempted_sequence_computes_again_what_is_gone_from_the_cache() -> None:
+    engine = Engine(EngineConfig(blocks=9, block_size=4))
+    for number, name in enumerate(("old", "young")):
+        engine.add(Request(name, (talk(12, 8, seed=number),)))
+    step = engine.step()
+    while not step.preempted:
+        step = engine.step()
+    lost = engine.waiting[0].computed_before
+    while not step.admitted:
+        step = engine.step()
+    found = step.admitted[0].computed - computed(step)["young"]
+    assert engine.recomputed_tokens == lost - found
+    assert 0 < found < lost
+    assert engine.prefix_hits == 0  # a second look-up is not counted, as in vLLM
+
+
+def test_preempting_all_sends_them_back_in_order() -> None:
+    engine = load(MEASURED, 3, 10, 5)
+    engine.step()
+    engine.preempt_all()
+    assert (engine.blocks_used, engine.preemptions) == (0, 3)
+    assert [sequence.request_id for sequence in engine.waiting] == ["0", "1", "2"]
+    drain(engine)
+    assert engine.generation_tokens == 15
+
+
+def test_without_admitting_the_queue_stands_still() -> None:
+    engine = load(MEASURED, 2, 10, 3)
+    engine.step()
+    engine.admitting = False
+    engine.add(Request("late", (Sizes(10, 1),)))
+    drain(engine)
+    assert [sequence.request_id for sequence in engine.waiting] == ["late"]
+    engine.admitting = True
+    drain(engine)
+    assert not engine.waiting
+
+
+PRIORITY = EngineConfig(blocks=9, block_size=4, scheduling_policy="priority")
+
+
+def test_an_urgent_arrival_jumps_the_queue_but_takes_nothing_from_who_runs() -> None:
+    engine = Engine(PRIORITY)
+    engine.add(Request("runs", (Sizes(28, 4),), priority=10))
+    engine.step()
+    for name, priority in (("low", 10), ("high", -10), ("high later", -10)):
+        engine.add(Request(name, (Sizes(8, 1),), priority=priority))
+    step = engine.step()
+    assert (step.admitted, step.preempted) == ([], [])
+    assert [sequence.request_id for sequence in engine.waiting] == ["high", "high later", "low"]
+
+
+def test_the_least_urgent_is_preempted_also_when_it_was_served_before() -> None:
+    """It runs for longer, so it was served first in the step and must give that back; nobody is admitted for it."""
+    engine = Engine(replace(PRIORITY, max_num_seqs=2))
+    engine.add(Request("low", (Sizes(13, 9),), priority=5))
+    engine.step()
+    engine.add(Request("high", (Sizes(16, 16),), priority=0))
+    engine.add(Request("next", (Sizes(4, 1),), priority=1))
+    engine.step()
+    assert [sequence.request_id for sequence in engine.running] == ["low", "high"]
+    step = engine.step()
+    assert [sequence.request_id for sequence in step.preempted] == ["low"]
+    assert computed(step) == {"high": 1}
+    assert (step.computed_tokens, step.prefill_tokens, step.admitted) == (1, 0, [])
+    assert [sequence.request_id for sequence in engine.step().admitted] == ["next"]
+    drain(engine)
+    assert engine.generation_tokens == 9 + 16 + 1
+
+
+def test_who_comes_after_is_served_too_when_room_was_made() -> None:
+    engine = Engine(PRIORITY)
+    engine.add(Request("low", (Sizes(9, 9),), priority=5))
+    engine.step()
+    engine.add(Request("high", (Sizes(8, 9),), priority=0))
+    engine.add(Request("other", (Sizes(11, 9),), priority=0))
+    engine.step()
+    step = engine.step()
+    assert [sequence.request_id for sequence in step.preempted] == ["low"]
+    assert computed(step) == {"high": 1, "other": 1}
+
+
+def test_priorities_mean_nothing_first_come_first_served() -> None:
+    engine = Engine(EngineConfig(max_num_seqs=1))
+    for name, priority in (("a", 5), ("b", 0), ("c", -5)):
+        engine.add(Request(name, (Sizes(4, 1),), priority=priority))
+    order = [token.request_id for _ in range(3) for token in engine.step().tokens]
+    assert order == ["a", "b", "c"]
+
+
+def test_the_watermark_stays_free_beside_running_sequences_only() -> None:
+    config = EngineConfig(blocks=11, block_size=4, watermark=0.25)
+    assert config.watermark_blocks == 2
+    engine = Engine(config)
+    engine.add(Request("alone", (Sizes(40, 1),)))
+    assert len(engine.step().admitted) == 1
+    engine.add(Request("first", (Sizes(4, 9),)))
+    engine.add(Request("too much", (Sizes(29, 1),)))  # 8 of 9 free blocks
+    assert [sequence.request_id for sequence in engine.step().admitted] == ["first"]
+    engine.abort("too much")
+    engine.add(Request("fits", (Sizes(24, 1),)))
+    assert len(engine.step().admitted) == 1
+
+
+def test_long_prompts_are_cut_smaller_beside_others() -> None:
+    engine = Engine(EngineConfig(long_prefill_token_threshold=10))
+    engine.add(Request("long", (Sizes(100, 1),), held=True))
+    assert computed(engine.step()) == {"long": 99}
+    for name in ("a", "b"):
+        engine.add(Request(name, (Sizes(35, 1),)))
+    chunks = [computed(engine.step()) for _ in range(4)]
+    assert chunks == [{"a": 10, "b": 10}] * 3 + [{"a": 5, "b": 5}]
+
+
+def test_a_part_of_a_call_keeps_its_numbers() -> None:
+    engine = Engine(MEASURED)
+    engine.add(Request("a", (Sizes(4, 1), Sizes(4, 1)), indexes=(1, 3)))
+    assert [token.index for token in engine.step().tokens] == [1, 3]
 
 
 def check_books(engine: Engine) -> None:
     config = engine.config
-    assert engine.blocks_used == sum(sequence.blocks for sequence in engine.running)
+    holders = Counter(block for sequence in engine.running for block in sequence.blocks)
+    assert engine.blocks_used == len(holders)
+    assert all(block.holders == count for block, count in holders.items())
+    assert all(block.hash for block, count in holders.items() if count > 1)
+    assert engine.pool.used + engine.pool.free == config.usable_blocks
     assert 0 <= engine.blocks_used <= config.usable_blocks
     assert len(engine.running) <= config.max_num_seqs
-    assert all(sequence.blocks == 0 and not sequence.running for sequence in engine.waiting)
+    assert all(not sequence.blocks and not sequence.running for sequence in engine.waiting)
+    assert [sequence.rank for sequence in engine.waiting] == sorted(s.rank for s in engine.waiting)
     for sequence in engine.running:
         sizes = sequence.sizes
-        assert sequence.blocks <= config.blocks_for(sizes.prompt_tokens + sizes.output_tokens - 1)
+        assert len(set(sequence.blocks)) == len(sequence.blocks)
+        assert len(sequence.blocks) <= config.blocks_for(sizes.prompt_tokens + sizes.output_tokens - 1)
         assert sequence.computed <= sequence.known
 
 
@@ -185,8 +389,19 @@ CONFIGS = st.builds(
     block_size=st.sampled_from([1, 4, 16]),
     max_num_seqs=st.sampled_from([1, 3, 256]),
     max_num_batched_tokens=st.sampled_from([1, 7, 8192]),
+    enable_prefix_caching=st.booleans(),
+    scheduling_policy=st.sampled_from(["fcfs", "priority"]),
+    watermark=st.sampled_from([0.0, 0.2]),
+    long_prefill_token_threshold=st.sampled_from([0, 3]),
 )
 SIZES = st.builds(Sizes, prompt_tokens=st.integers(1, 200), output_tokens=st.integers(1, 60))
+
+
+def with_content(sizes: Sizes, config: EngineConfig, number: int) -> Sizes:
+    """Prompts of three families, each the beginning of a longer one."""
+    return replace(sizes, prompt=prompt_of(sizes.prompt_tokens, number % 3, config.block_size))
+
+
 OPS = st.one_of(
     st.tuples(st.just("add"), st.lists(SIZES, min_size=1, max_size=3), st.booleans()),
     st.tuples(st.just("abort"), st.integers(0, 9), st.booleans()),
@@ -202,7 +417,8 @@ def play(
     step: Step | None = None
     for number, (op, value, flag) in enumerate(ops):
         if op == "add" and isinstance(value, list):
-            engine.add(Request(str(number), tuple(value), held=flag))
+            sizes = tuple(with_content(size, engine.config, number) for size in value)
+            engine.add(Request(str(number), sizes, held=flag, priority=number % 2))
         live = list(engine.request_ids())
         if op == "abort" and live:
             engine.abort(live[value % len(live)])
@@ -247,7 +463,7 @@ def test_what_fits_alone_always_finishes_with_all_its_tokens(
         s for s in sizes if config.blocks_for(s.prompt_tokens + s.output_tokens - 1) <= config.usable_blocks
     ]
     for number, size in enumerate(fitting):
-        engine.add(Request(str(number), (size,)))
+        engine.add(Request(str(number), (with_content(size, config, number),), priority=number % 2))
     drain(engine)
     assert not engine.running
     assert not engine.waiting

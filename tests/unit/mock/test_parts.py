@@ -1,55 +1,11 @@
-"""Tokenizer, fault scripts, metrics page and journal of the mock."""
+"""Fault scripts and journal of the mock."""
 
 import json
-import re
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from gateway.mock import tokenizer
-from gateway.mock.engine import Engine, EngineConfig, Request, Sizes
 from gateway.mock.faults import SCRIPTS_MAX, Fault, Faults, Kind, parse_fault, parse_script
 from gateway.mock.journal import BODY_BYTES_KEPT, RECORDS_MAX, Journal, Record, State
-from gateway.mock.metrics import Metrics
-
-
-@given(st.text(max_size=40))
-@settings(max_examples=40, deadline=None)
-def test_any_text_comes_back_from_its_tokens(text: str) -> None:
-    ids = tokenizer.encode(text)
-    assert tokenizer.decode(ids) == text.encode("utf-8", "replace").decode()
-    assert len(ids) == tokenizer.count(text) >= (len(text.encode("utf-8", "replace")) + 5) // 6
-    assert all(0 <= number < tokenizer.VOCABULARY for number in ids)
-
-
-@pytest.mark.parametrize(
-    ("text", "pieces"),
-    [
-        ("def foo(x):", ["def", " foo", "(", "x", "):"]),
-        ("implementation 2026", ["imple", "menta", "tion", " ", "202", "6"]),
-        ("äöü", ["ä", "ö", "ü"]),
-        ("\0\0\n\n\n\n\n", ["\0", "\0", "\n\n\n\n", "\n"]),
-        ("", []),
-    ],
-)
-def test_pieces(text: str, pieces: list[str]) -> None:
-    assert tokenizer.pieces(text) == pieces
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
-def test_the_chat_template_counts_messages_parts_and_tools() -> None:
-    messages = [
-        {"role": "system", "content": "be kind"},
-        {
-            "role": "user",
-            "content": [{"type": "text", "text": "hello"}, {"type": "image_url", "image_url": {}}],
-        },
-        {"role": "assistant", "content": None, "tool_calls": [1]},
-    ]
-    expected = 3 * 4 + 3 + 2 + 1 + tokenizer.PART_TOKENS + 3
-    assert tokenizer.count_chat(messages) == len(tokenizer.encode_chat(messages)) == expected
-    assert tokenizer.count_chat(messages, [1]) == expected + 3
 
 
 def test_faults_are_read_strictly() -> None:
@@ -59,6 +15,11 @@ def test_faults_are_read_strictly() -> None:
     assert parse_fault("error_event").strikes_after_events == 0
     assert parse_fault("hang").strikes_after_events is None
     assert parse_fault("hang:0").strikes_after_events == 0
+    assert parse_fault("slow:3").strikes_after_events == 0
+    assert parse_fault("crash").strikes_after_events == 0
+    assert [parse_fault(text).engine_wide for text in ("crash:5", "drain", "sleep", "slow:2", "hang")] == [
+        *(True, True, True, True, False)
+    ]
     for text in (
         "",
         "nope",
@@ -68,12 +29,21 @@ def test_faults_are_read_strictly() -> None:
         "hang:x",
         "hang:",
         "reset_after_events",
+        "slow",
+        "slow:0",
         None,
         5,
     ):
         with pytest.raises(ValueError, match="fail"):
             parse_fault(text)
-    for script in ([], {"x": 1}, {"output_tokens": True}, {"hold_seconds": -1}, {"hold_seconds": "1"}):
+    for script in (
+        [],
+        {"x": 1},
+        {"output_tokens": True},
+        {"hold_seconds": -1},
+        {"hold_seconds": "1"},
+        {"late_busy": 1},
+    ):
         with pytest.raises(ValueError, match="mock"):
             parse_script(script)
 
@@ -93,37 +63,6 @@ def test_global_faults_are_taken_once_each_and_bounded() -> None:
             faults.add(Fault(Kind.GZIP), count)
 
 
-def test_the_metrics_page_has_the_recorded_names_and_labels() -> None:
-    engine = Engine(EngineConfig(model='a"b', blocks=256, block_size=32))
-    metrics = Metrics(engine, 5.0)
-    engine.add(Request("1", (Sizes(40, 3),)))
-    metrics.see_step(engine.step())
-    metrics.first_token.observe(0.02)
-    page = metrics.render().decode()
-    labels = r'{engine="0",model_name="a\"b"}'
-    for line in (
-        f"vllm:num_requests_running{labels} 1.0",
-        f"vllm:num_requests_waiting{labels} 0.0",
-        f"vllm:kv_cache_usage_perc{labels} {2 / 255}",
-        f"vllm:num_preemptions_total{labels} 0.0",
-        f"vllm:prompt_tokens_total{labels} 40.0",
-        f"vllm:generation_tokens_total{labels} 1.0",
-        r'vllm:request_success_total{engine="0",finished_reason="length",model_name="a\"b"} 0.0',
-        r'vllm:time_to_first_token_seconds_bucket{engine="0",le="0.01",model_name="a\"b"} 0.0',
-        r'vllm:time_to_first_token_seconds_bucket{engine="0",le="0.02",model_name="a\"b"} 1.0',
-        r'vllm:time_to_first_token_seconds_bucket{engine="0",le="+Inf",model_name="a\"b"} 1.0',
-        f"vllm:iteration_tokens_total_sum{labels} 40.0",
-        "process_start_time_seconds 5.0",
-    ):
-        assert line in page.splitlines()
-    info = re.search(r"^vllm:cache_config_info\{(.*)\} 1\.0$", page, re.M)
-    assert info is not None
-    assert {'block_size="32"', 'num_gpu_blocks="256"', 'engine="0"', 'num_cpu_blocks="None"'} <= set(
-        info[1].split(",")
-    )
-    assert 'model_name="' not in info[1]
-
-
 def test_the_journal_keeps_the_last_calls_and_hashes_large_bodies() -> None:
     journal = Journal()
     for number in range(RECORDS_MAX + 1):
@@ -137,3 +76,28 @@ def test_the_journal_keeps_the_last_calls_and_hashes_large_bodies() -> None:
     last = shown["requests"][-1]
     assert (last["body"], last["body_bytes"], last["state"]) == (None, BODY_BYTES_KEPT + 1, "aborted")
     assert len(last["sha256"]) == 64
+
+
+def test_the_journal_tells_when_what_happened() -> None:
+    times = iter((10.0, 10.5, 12.0, 13.0))
+    journal = Journal(lambda: next(times))
+    record = Record("/v1/completions", [], b"{}")
+    journal.receive(record)
+    journal.move(record, State.STARTED)
+    journal.note_first_token(record, 1.0)
+    journal.move(record, State.FINISHED)
+    record.counts = [2, 3]
+    shown = journal.shown()["requests"][0]
+    assert shown["times"] == {"received": 10.0, "started": 10.5, "first_token": 11.0, "ended": 13.0}
+    assert shown["output_tokens"] == 5
+
+
+@pytest.mark.parametrize(("seconds", "told"), [(0.4, 10.5), (9.0, 12.0)])
+def test_a_coarse_clock_does_not_put_the_first_token_out_of_order(seconds: float, told: float) -> None:
+    times = iter((10.0, 10.5, 12.0))
+    journal = Journal(lambda: next(times))
+    record = Record("/v1/completions", [], b"{}")
+    journal.receive(record)
+    journal.move(record, State.STARTED)
+    journal.note_first_token(record, seconds)
+    assert record.times["first_token"] == told

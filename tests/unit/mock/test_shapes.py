@@ -3,10 +3,15 @@
 import json
 from typing import Any
 
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from gateway.mock import openai
-from gateway.mock.calls import Call, parse_call
+from gateway.mock.calls import Call, Server, parse_chat, parse_text
 from gateway.mock.engine import EngineConfig, Token
-from gateway.mock.openai import Progress, StreamShape, full_answer
+from gateway.mock.openai import OpenAIStream, full_answer
+from gateway.mock.options import Options
+from gateway.mock.progress import Extras, Progress
 
 HEAD = {"created": 1, "model": "tiny"}
 FINGERPRINT = openai.FINGERPRINT
@@ -14,14 +19,16 @@ FINGERPRINT = openai.FINGERPRINT
 
 def call(chat: bool, **fields: Any) -> Call:
     body = {"messages": [{"role": "user", "content": "hi"}]} if chat else {"prompt": [7] * 7}
-    raw = json.dumps({"stream": True, "max_tokens": 2} | body | fields).encode()
-    return parse_call(chat, raw, "x", EngineConfig(model="tiny"))
+    server = Server(EngineConfig(model="tiny"), Options())
+    return (parse_chat if chat else parse_text)(
+        {"stream": True, "max_tokens": 2} | body | fields, "x", server
+    )
 
 
 def stream(one: Call, *tokens: tuple[int, int, bool]) -> list[str]:
-    shape = StreamShape(one, 1)
+    shape = OpenAIStream(one, 1)
     events = [
-        event for index, number, last in tokens for event in shape.token(Token("x", index, number, last))
+        event for index, number, last in tokens for event in shape.tokens([Token("x", index, number, last)])
     ]
     events += shape.close()
     assert all(event.startswith(b"data: ") and event.endswith(b"\n\n") for event in events)
@@ -123,14 +130,14 @@ def test_choices_interleave_after_all_roles_and_the_prompt_counts_once() -> None
 
 
 def test_sigterm_ends_a_started_stream_with_abort_and_an_unstarted_one_with_done_alone() -> None:
-    shape = StreamShape(call(False), 1)
-    list(shape.token(Token("x", 0, 1, False)))
+    shape = OpenAIStream(call(False), 1)
+    list(shape.tokens([Token("x", 0, 1, False)]))
     assert [*shape.abort(), *shape.close()] == [
         b"data: %s\n\n"
         % dump(text_chunk([text_choice("", "abort")], system_fingerprint=FINGERPRINT))[0].encode(),
         openai.DONE,
     ]
-    waiting = StreamShape(call(True, stream_options={"include_usage": True}), 1)
+    waiting = OpenAIStream(call(True, stream_options={"include_usage": True}), 1)
     assert [*waiting.abort(), *waiting.close()] == [openai.DONE]
 
 
@@ -179,6 +186,103 @@ def test_whole_answers() -> None:
     assert dump(full_answer(progress, 1)) == dump(expected | tail)
 
 
-def test_every_word_is_one_token_of_the_mock() -> None:
-    assert all(openai.tokenizer.count(word) == 1 for word in openai.WORDS)
-    assert openai.tokenizer.count("".join(map(openai.word, range(1, 30)))) == 29
+def texts(frames: list[bytes]) -> list[str]:
+    documents = [json.loads(frame[6:]) for frame in frames if frame != openai.DONE]
+    choices = [document["choices"][0] for document in documents if document["choices"]]
+    return [choice["text"] if "text" in choice else choice["delta"]["content"] for choice in choices]
+
+
+@given(chat=st.booleans(), index=st.integers(0, 2), number=st.integers(2, 40))
+@settings(max_examples=60, deadline=None)
+def test_the_quick_frame_is_the_slow_frame(chat: bool, index: int, number: int) -> None:
+    """One token in the middle of a plain call is put together from bytes: the same bytes as by JSON."""
+    one = call(chat, n=3, max_tokens=50)
+    quick, slow = OpenAIStream(one, 1), OpenAIStream(one, 1)
+    for shape in (quick, slow):
+        shape.tokens([Token("x", index, number - 1, False)])
+    slow._plain = False
+    token = Token("x", index, number, False)
+    assert quick.tokens([token]) == slow.tokens([token])
+    assert (quick.progress.counts, quick.progress.told) == (slow.progress.counts, slow.progress.told)
+
+
+def test_tokens_at_hand_are_merged_into_one_chunk_for_each_choice() -> None:
+    shape = OpenAIStream(call(False, n=2, max_tokens=5), 1)
+    tokens = [Token("x", index, number, False) for number in (1, 2, 3) for index in (0, 1)]
+    assert texts(shape.tokens(tokens)) == [" lorem ipsum dolor"] * 2
+    assert texts(shape.tokens([Token("x", 0, 4, False)])) == [" sit"]
+
+
+def test_the_stream_interval_holds_tokens_back_but_for_the_first_and_the_last() -> None:
+    shape = OpenAIStream(call(True, max_tokens=9, stream_interval=3), 1)
+    sizes = [
+        [len(text.split()) for text in texts(shape.tokens([Token("x", 0, number, number == 9)]))]
+        for number in range(1, 10)
+    ]
+    assert sizes == [[0, 1], [], [], [3], [], [], [3], [], [2]]
+
+
+def test_an_echoed_prompt_comes_before_the_first_token() -> None:
+    one = call(False, prompt="def foo", echo=True)
+    events = stream(one, (0, 1, False), (0, 2, True))
+    first, second = (json.loads(event)["choices"][0] for event in events[:2])
+    assert (first["text"], len(first["prompt_token_ids"])) == ("def foo lorem", 2)
+    assert (second["text"], second["prompt_token_ids"]) == (" ipsum", None)
+    progress = Progress(call(False, prompt="def foo", echo=True, max_tokens=0, stream=False))
+    progress.see(Token("x", 0, 1, True))
+    answer = full_answer(progress, 1)
+    assert (answer["choices"][0]["text"], answer["usage"]["completion_tokens"]) == ("def foo", 1)
+
+
+def test_log_probabilities_have_an_entry_for_each_token() -> None:
+    progress = Progress(call(True, logprobs=True, top_logprobs=3))
+    progress.see(Token("x", 0, 2, True))
+    entries = full_answer(progress, 1)["choices"][0]["logprobs"]["content"]
+    assert [(entry["token"], len(entry["top_logprobs"])) for entry in entries] == [
+        (" lorem", 3),
+        (" ipsum", 3),
+    ]
+    assert bytes(entries[0]["bytes"]) == b" lorem"
+    assert entries[0]["top_logprobs"][0]["logprob"] == entries[0]["logprob"]
+
+
+def test_log_probabilities_of_a_completion_have_offsets() -> None:
+    progress = Progress(call(False, prompt="def foo", echo=True, logprobs=1))
+    progress.see(Token("x", 0, 2, True))
+    choice = full_answer(progress, 1)["choices"][0]
+    told = choice["logprobs"]
+    assert list(told) == ["text_offset", "token_logprobs", "tokens", "top_logprobs"]
+    assert "".join(told["tokens"]) == choice["text"]
+    assert [choice["text"][at:] for at in told["text_offset"]][2] == " lorem ipsum"
+    assert told["token_logprobs"] == [None, -0.5, -0.5, -0.5]
+    assert [row and len(row) for row in told["top_logprobs"]] == [None, 2, 2, 2]
+    shape = OpenAIStream(call(False, logprobs=0), 1)
+    shape.tokens([Token("x", 0, 1, False)])
+    (frame,) = shape.tokens([Token("x", 0, 2, True)])
+    assert json.loads(frame[6:])["choices"][0]["logprobs"]["text_offset"] == [len(" lorem")]
+
+
+def test_token_ids_are_those_of_the_tokenizer() -> None:
+    one = call(False, prompt=[65, 66], return_token_ids=True)
+    first, second = (
+        json.loads(event)["choices"][0] for event in stream(one, (0, 1, False), (0, 2, True))[:2]
+    )
+    assert (first["prompt_token_ids"], second["prompt_token_ids"]) == ([65, 66], None)
+    assert openai.tokenizer.decode(first["token_ids"] + second["token_ids"]) == " lorem ipsum"
+    opening = json.loads(stream(call(True, return_token_ids=True), (0, 1, False))[0])
+    assert len(opening["prompt_token_ids"]) == 8
+    progress = Progress(one)
+    progress.see(Token("x", 0, 2, True))
+    assert full_answer(progress, 1)["choices"][0]["prompt_token_ids"] == [65, 66]
+
+
+def test_cached_tokens_and_figures_are_told_where_asked_for() -> None:
+    extras = Extras(3, {"queue_time_ms": 1.5})
+    shape = OpenAIStream(call(True, stream_options={"include_usage": True}), 1)
+    shape.tokens([Token("x", 0, 2, True)])
+    last = json.loads(shape.close(extras)[0][6:])
+    assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 3, "created_cache_tokens": 0}
+    assert last["metrics"] == {"queue_time_ms": 1.5}
+    answer = full_answer(shape.progress, 1, extras)
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 3
+    assert answer["metrics"] == {"queue_time_ms": 1.5, "speculative_decoding": None}
