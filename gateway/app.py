@@ -30,9 +30,9 @@ from gateway.telemetry.logs import CallLog
 from gateway.telemetry.prometheus import CONTENT_TYPE, Metrics
 from gateway.tokens.tiktoken_counter import TiktokenCounter
 from gateway.upstream.client import EngineClient
-from gateway.upstream.limits import UpstreamLimits
 from gateway.upstream.engines import FleetPlan, WatchedEngines
 from gateway.upstream.fleet import FleetWatch, ReplicaSpec, scraping_client
+from gateway.upstream.limits import UpstreamLimits
 
 log = logging.getLogger("kvgate.app")
 

@@ -66,7 +66,9 @@ def _parser() -> argparse.ArgumentParser:
     mock.add_arguments(mock_)
     mock_.set_defaults(run=mock.run)
 
-    loadtest_ = commands.add_parser("loadtest", help="send the load of a scenario, and report what came of it")
+    loadtest_ = commands.add_parser(
+        "loadtest", help="send the load of a scenario, and report what came of it"
+    )
     loadtest.add_arguments(loadtest_)
     loadtest_.set_defaults(run=_loadtest)
 
