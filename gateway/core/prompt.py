@@ -35,6 +35,8 @@ _TEXT_KEYS = {
     "refusal": "refusal",
     "thinking": "thinking",
 }
+_DIGITS = tuple(b"%d" % digit for digit in range(10))
+_ID_LIST_BYTES = b"0123456789, \t\r\n"
 _TEMPLATE_FIELDS = ("documents", "chat_template", "chat_template_kwargs")
 """Fields of vLLM's chat API, beside messages and tools, that reach the prompt through the chat template."""
 
@@ -79,6 +81,9 @@ def read_prompts(members: Members) -> tuple[Prompt, ...]:
     if is_given(members, "prompt_embeds"):
         message = "`prompt_embeds` is not accepted: its tokens cannot be counted before the engine has them."
         raise Refused(Code.INVALID_VALUE, message, "prompt_embeds")
+    tokens = _count_ids(members)
+    if tokens:
+        return (PromptTokens(tokens),)
     prompt = read_value(members, "prompt")
     if prompt is None:
         raise Refused(Code.MISSING_FIELD, "`prompt` is missing.", "prompt")
@@ -175,6 +180,18 @@ def _read_tools(members: Members, gathered: _Gathered) -> None:
     for name in _TEMPLATE_FIELDS:
         if is_given(members, name):
             gathered.add_text(read_value(members, name))
+
+
+def _count_ids(members: Members) -> int:
+    """How many ids a plain list of them has, 0 for any other prompt.  That the text is JSON is known.
+
+    Decoding 64k ids takes 1.5 ms, looking at their bytes a tenth of that; whether an id is in the vocabulary is for the
+    engine to say.
+    """
+    raw = members["prompt"].raw if "prompt" in members else b""
+    if raw.translate(None, _ID_LIST_BYTES) != b"[]" or not any(map(raw.count, _DIGITS)):
+        return 0
+    return raw.count(b",") + 1
 
 
 def _read_prompt_list(prompt: list[Any]) -> tuple[Prompt, ...] | None:

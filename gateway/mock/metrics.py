@@ -64,6 +64,8 @@ class Metrics:
         infos = [_cache_config(rank.engine.config) | {"engine": str(i)} for i, rank in enumerate(self._ranks)]
         text = "Information of the LLMEngine CacheConfig"
         page.gauge("vllm:cache_config_info", text, [(info, 1) for info in infos])
+        text = "Tokens computed again after preemptions; vLLM has no such figure."
+        page.counter("mock:recomputed_tokens", text, self._each(lambda engine: engine.recomputed_tokens))
         return page.text()
 
     def _engines(self) -> list[Labels]:

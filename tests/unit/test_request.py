@@ -573,3 +573,13 @@ def test_forwarding_changes_the_limit_and_usage_alone(
         expected["stream_options"] = (expected.get("stream_options") or {}) | {"include_usage": True}
     assert json.loads(sent) == expected
     assert forward(read(sent), limit) == sent
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens"), [("[7]", 1), ("[ 1 ,\n2\t, 30 ]", 3), ("[1,-2]", 2), ("[0,0,0,0]", 4)]
+)
+def test_ids_are_counted_however_they_are_spaced(prompt: str, tokens: int) -> None:
+    body = f'{{"model": "m", "prompt": {prompt}, "max_tokens": 1}}'.encode()
+    request = parse(Endpoint.COMPLETIONS, body, n_max=16)
+    assert isinstance(request, GenerationRequest)
+    assert request.prompts == (PromptTokens(tokens),)

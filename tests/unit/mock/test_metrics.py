@@ -150,3 +150,15 @@ def test_label_values_are_escaped() -> None:
     page = Page(0.0)
     page.gauge("x", "text", [({"a": 'q"b\\n\n'}, 1)])
     assert page.text().decode().splitlines()[-1] == 'x{a="q\\"b\\\\n\\n"} 1.0'
+
+
+def test_recomputed_tokens_are_counted() -> None:
+    engine = Engine(EngineConfig(blocks=9, block_size=32, enable_prefix_caching=False))
+    rank = RankMetrics(engine)
+    for name in ("1", "2"):
+        engine.add(Request(name, (Sizes(128, 64),)))
+    while engine.running or engine.waiting:
+        engine.step()
+    page = Metrics([rank], 5.0).render().decode()
+    assert engine.preemptions == 1
+    assert value(page, 'mock:recomputed_tokens_total{engine="0",model_name="demo"}') >= 128
