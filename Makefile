@@ -20,7 +20,7 @@ REQUIRE_PYTHON = import sys; sys.version_info >= (3, 11) or sys.exit("kvgate nee
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run test check fmt wheel constraints clean
+.PHONY: help run test test-vllm incident peak check fmt wheel constraints clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -30,6 +30,16 @@ run: $(READY) ## Start a demo on port 8080 (or PORT=...): embedded Valkey, two p
 
 test: $(READY) ## Run the tests against what is installed in the environment
 	@PYTHONSAFEPATH=1 $(PY) -m pytest -n 2 --dist loadfile $(ARGS)
+
+test-vllm: $(READY) ## Set up a real vLLM for CPUs (2.5 GB in .venv-vllm), compare the mock with it, and gate it
+	@$(PY) tests/vllm/environment.py
+	@KVGATE_TEST_VLLM=1 PYTHONSAFEPATH=1 $(PY) -m pytest -p no:xdist -s tests/vllm $(ARGS)
+
+incident: $(READY) ## Play the incident three times, write build/incident/report.html and docs/incident.svg, check the bounds
+	@$(PY) benchmarks/incident.py --svg docs/incident.svg
+
+peak: $(READY) ## 2,400 sessions against 240, through kvgate; writes build/peak/report.html
+	@$(PY) benchmarks/peak.py
 
 check: $(READY) ## Lint, format, types, import arrows, Dockerfile, licences and files
 	@echo "ruff check" && $(BIN)ruff check .
@@ -54,7 +64,7 @@ constraints: ## Rewrite constraints.txt with the newest releases that pyproject.
 	@rm -rf $(VENV)-constraints
 
 clean: ## Remove the environment, builds and caches
-	@rm -rf $(VENV) $(VENV)-constraints build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	@rm -rf $(VENV) $(VENV)-constraints $(VENV)-vllm build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	@find gateway tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.ready: pyproject.toml constraints.txt

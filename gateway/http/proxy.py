@@ -311,7 +311,7 @@ class Proxy:
             headers += [
                 (b"x-kvgate-reserved-blocks", b"%d" % call.demand.blocks),
                 (b"x-kvgate-output-limit", b"%d" % call.demand.output_tokens),
-                (b"x-kvgate-queue-ms", b"%d" % call.grant.queue_ms),
+                (b"x-kvgate-queue-ms", b"%d" % (call.grant.queue_ms if call.grant.queued else 0)),
                 (b"x-kvgate-pool", call.fleet.engines.pool(call.grant.replica).encode()),
             ]
             if self._settings.show_replica:

@@ -2,7 +2,7 @@
 
 The engine here computes prompts at 5,000 tokens/s and pays for every running sequence, so its work is what costs, and
 work done twice is lost.  (Where steps cost the same however many sequences run, preempting pays in throughput and costs
-only silences: see `benchmarks/storm.py`.)
+only silences.)
 """
 
 import asyncio
