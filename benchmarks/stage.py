@@ -60,13 +60,16 @@ class Gateway:
 
 @contextmanager
 def fleet(pools: Sequence[Pool], *options: str) -> Iterator[Fleet]:
-    """Mock engines, all in one process; `options` are those of `kvgate mock`."""
-    total = sum(pool.engines for pool in pools)
-    with started("mock", "--port", "0", "--engines", str(total), *options, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        lines = [process.stdout.readline().decode() for _ in range(total)]
-        found = iter([line[line.index("http://") :].strip() for line in lines])
-        yield Fleet(pools, [[next(found) for _ in range(pool.engines)] for pool in pools])
+    """Mock engines, each a process of its own as real ones are; `options` are those of `kvgate mock`."""
+    with ExitStack() as stack:
+
+        def engine() -> str:
+            process = stack.enter_context(started("mock", "--port", "0", *options, stdout=subprocess.PIPE))
+            assert process.stdout is not None
+            line = process.stdout.readline().decode()
+            return line[line.index("http://") :].strip()
+
+        yield Fleet(pools, [[engine() for _ in range(pool.engines)] for pool in pools])
 
 
 @contextmanager

@@ -141,7 +141,8 @@ def candidate_lanes(
     if isinstance(output_tokens, Refusal):
         return ()
     shortest = _measured(fleet, request, _at_least(request, low), output_tokens)
-    longest = _measured(fleet, request, [high] * len(request.prompts), output_tokens)
+    exact = low == high and len(request.prompts) == 1
+    longest = shortest if exact else _measured(fleet, request, [high] * len(request.prompts), output_tokens)
     lanes = [place.pool.name for place in shortest]
     last = _first_unclamped(request, longest)
     if last is None or _shares(fleet, request):

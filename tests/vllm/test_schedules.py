@@ -1,0 +1,132 @@
+"""The mock's scheduler meets the same fate as a real one: preemptions, exact fits, prefix hits, calls that leave."""
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import pytest
+
+from tests.processes import Mock
+from tests.vllm.answers import exchange
+from tests.vllm.asks import TEXT, Ask, text
+from tests.vllm.engine import BLOCK_SIZE, MODEL, USABLE_BLOCKS, Vllm
+from tests.vllm.load import IDS, Size, call_of, send_all
+from tests.wire import Wire, soon
+
+pytestmark = pytest.mark.timeout(240)
+PREEMPTIONS = "vllm:num_preemptions_total"
+KV_USAGE = "vllm:kv_cache_usage_perc"
+STORM = [Size(256, 512)] * 40
+
+
+class Engine(Protocol):
+    url: str
+
+    def metric(self, name: str) -> float: ...
+
+
+@pytest.fixture(params=["vllm", "mock"])
+def engine(request: pytest.FixtureRequest, real: Vllm, mock: Mock) -> Engine:
+    return real if request.param == "vllm" else mock
+
+
+async def preemptions(
+    engine: Engine, sizes: list[Size], *, blocks_max: int | None = None, charged: int | None = None
+) -> float:
+    before = engine.metric(PREEMPTIONS)
+    load = await send_all(engine.url, sizes, blocks_max=blocks_max, charged=charged)
+    await soon(lambda: engine.metric(KV_USAGE) == 0, "all blocks are free", 5)
+    found = engine.metric(PREEMPTIONS) - before
+    print(f"{load.calls} calls in {load.seconds:.1f} s, {load.events} events, {found:.0f} preemptions")
+    return found
+
+
+async def test_storm(engine: Engine) -> None:
+    assert 30 <= await preemptions(engine, STORM) <= 50
+
+
+async def test_gated_storm(engine: Engine) -> None:
+    assert await preemptions(engine, STORM, blocks_max=USABLE_BLOCKS) == 0
+
+
+async def test_last_block(engine: Engine) -> None:
+    """15 calls side by side end with every block of the pool in use."""
+    size = Size(33, 512)
+    assert size.blocks * 15 == USABLE_BLOCKS
+    assert await preemptions(engine, [size] * 30, blocks_max=USABLE_BLOCKS) == 0
+
+
+async def test_one_token_too_many(engine: Engine) -> None:
+    size = Size(34, 512)
+    assert (size.blocks, size.blocks * 15) == (18, 270)
+    assert await preemptions(engine, [size] * 30, blocks_max=USABLE_BLOCKS, charged=17) >= 1
+
+
+def test_one_block_too_many(engine: Engine) -> None:
+    """All in one call, so that they grow in step: the last block of each is held for the last 32 steps only."""
+    size = Size(33, 480)
+    assert size.blocks * 16 == USABLE_BLOCKS + 1
+    before = engine.metric(PREEMPTIONS)
+    prompts = [random.Random(number).choices(IDS, k=size.prompt_tokens) for number in range(16)]
+    answer = exchange(engine.url, text("together", size.output_tokens, prompt=prompts))
+    assert answer.json()["usage"]["completion_tokens"] == 16 * size.output_tokens
+    assert engine.metric(PREEMPTIONS) - before >= 1
+
+
+def prefix_cases() -> list[tuple[str, dict[str, Any]]]:
+    """Names and bodies of calls that follow each other."""
+    ids = random.Random(5).choices(IDS, k=8 * BLOCK_SIZE)
+    other = random.Random(6).choices(IDS, k=8 * BLOCK_SIZE)
+    aligned, odd = ids[: 4 * BLOCK_SIZE], ids[: 4 * BLOCK_SIZE + 7]
+    return [
+        ("new", {"prompt": aligned}),
+        ("again, the last token is always computed", {"prompt": aligned}),
+        ("a little longer", {"prompt": odd}),
+        ("again", {"prompt": odd}),
+        ("twice as long", {"prompt": ids}),
+        ("the half of it", {"prompt": aligned}),
+        ("same head, other tail", {"prompt": aligned + other[:BLOCK_SIZE]}),
+        ("other head, same tail", {"prompt": other[:BLOCK_SIZE] + aligned}),
+        ("one token less than a block", {"prompt": ids[: BLOCK_SIZE - 1]}),
+        ("one block", {"prompt": ids[:BLOCK_SIZE]}),
+        ("one block and a token", {"prompt": ids[: BLOCK_SIZE + 1]}),
+        ("salted", {"prompt": aligned, "cache_salt": "salt"}),
+        ("salted again", {"prompt": aligned, "cache_salt": "salt"}),
+        ("other salt", {"prompt": aligned, "cache_salt": "pepper"}),
+        ("two choices", {"prompt": odd, "n": 2}),
+        ("a known and a new prompt", {"prompt": [odd, other]}),
+        ("a new and a known prompt", {"prompt": [other[: -BLOCK_SIZE - 1], odd]}),
+    ]
+
+
+def cached_tokens(url: str, body: dict[str, Any]) -> int:
+    fixed = {"model": MODEL, "max_tokens": 2, "ignore_eos": True}
+    answer = exchange(url, Ask("prefix", TEXT, fixed | body))
+    assert answer.status == 200, answer.body
+    return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def test_prefix_hits(real: Vllm, mock: Mock) -> None:
+    wrong, hits = [], 0
+    for name, body in prefix_cases():
+        expected, given = cached_tokens(real.url, body), cached_tokens(mock.url, body)
+        hits += expected > 0
+        if expected != given:
+            wrong.append(f"{name}: vllm {expected} | mock {given}")
+    assert not wrong, "\n" + "\n".join(wrong)
+    assert hits > len(prefix_cases()) / 2
+
+
+@pytest.mark.parametrize("leave", [Wire.close, Wire.reset], ids=["fin", "rst"])
+async def test_usage_is_back_when_a_call_leaves(engine: Engine, leave: Callable[[Wire], None]) -> None:
+    request = call_of(Size(1000, 3000), random.Random(1))
+    wire = await Wire.open(engine.url)
+    await wire.send(request)
+    await wire.head()
+    assert await wire.event()
+    assert engine.metric(KV_USAGE) > 0
+    left = time.monotonic()
+    leave(wire)
+    await soon(lambda: engine.metric(KV_USAGE) == 0, "all blocks are free", 1)
+    print(f"free after {1000 * (time.monotonic() - left):.0f} ms")
