@@ -49,8 +49,6 @@ class GenerationRequest:
     stream: bool
     include_usage_asked: bool
     """The client itself asked for the usage frame at the end of its stream."""
-    continuous_usage: bool
-    """The client asked for usage in every frame."""
     output_limit: int | None
     """What the client allows one sequence to generate; None where it leaves that open."""
     limit_field: str
@@ -99,7 +97,7 @@ def forward(request: GenerationRequest, output_limit: int) -> bytes:
 def _parse(endpoint: Endpoint, body: bytes, n_max: int) -> GenerationRequest:
     members = read_members(body)
     stream = read_boolean(members, "stream")
-    usage = _read_stream_options(members, body) if stream else (False, False, None)
+    usage = _read_stream_options(members, body) if stream else (False, None)
     limit_field, output_limit = _read_output_limit(members, endpoint)
     min_tokens = _read_min_tokens(members, limit_field, output_limit)
     per_prompt = _read_sequences(members, n_max)
@@ -114,11 +112,10 @@ def _parse(endpoint: Endpoint, body: bytes, n_max: int) -> GenerationRequest:
         model=_read_model(members),
         stream=stream,
         include_usage_asked=usage[0],
-        continuous_usage=usage[1],
         output_limit=output_limit,
         limit_field=limit_field,
         limit_spans=tuple((members[f].start, members[f].end) for f in LIMIT_FIELDS[endpoint] if f in members),
-        usage_edit=usage[2],
+        usage_edit=usage[1],
         min_tokens=min_tokens,
         truncate_prompt_tokens=read_integer(members, "truncate_prompt_tokens", -1, INTEGER_MAX),
         sequences_per_prompt=per_prompt,
@@ -133,20 +130,22 @@ def _read_model(members: Members) -> str | None:
     raise Refused(Code.INVALID_VALUE, f"`model` must be a string, got {shown(members['model'])}.", "model")
 
 
-def _read_stream_options(members: Members, body: bytes) -> tuple[bool, bool, Edit | None]:
-    """Did the client ask for usage, for usage in every frame, and what to change so that it is reported."""
+def _read_stream_options(members: Members, body: bytes) -> tuple[bool, Edit | None]:
+    """Did the client ask for usage, and what to change so that it is reported."""
     if "stream_options" not in members:
-        return False, False, append_member(body, "stream_options", b'{"include_usage":true}')
+        return False, append_member(body, "stream_options", b'{"include_usage":true}')
     options = members["stream_options"]
     if options.raw == b"null":
-        return False, False, (options.start, options.end, b'{"include_usage":true}')
+        return False, (options.start, options.end, b'{"include_usage":true}')
     if options.raw[:1] != b"{":
         message = f"`stream_options` must be an object, got {shown(options)}."
         raise Refused(Code.INVALID_VALUE, message, "stream_options")
     inner = read_members(options.raw)
     asked = read_boolean(inner, "include_usage", "stream_options")
     continuous = read_boolean(inner, "continuous_usage_stats", "stream_options")
-    return asked, continuous, _usage_edit(options.start, options.end, inner)
+    if continuous and not asked:  # alone it means nothing to vLLM, beside our `include_usage` it would
+        return False, (options.start, options.end, b'{"include_usage":true}')
+    return asked, _usage_edit(options.start, options.end, inner)
 
 
 def _usage_edit(start: int, end: int, inner: Members) -> Edit:

@@ -46,10 +46,8 @@ UNLIKE_VLLM = {
     *("chat string as integer", "chat boolean as integer", "chat without model", "text echo without output"),
     *("chat stream as a word", "chat no stream as a word"),
     *("chat request_id", "chat X-Request-Id"),
-    "chat continuous usage alone",
 }
-"""kvgate refuses some of what vLLM takes, names calls by itself, and the usage that it asks for on every stream is in
-every event of a call that asks for `continuous_usage_stats` alone, which by itself means nothing."""
+"""kvgate refuses some of what vLLM takes, and names calls by itself."""
 PASSING = [ask for ask in (*CHATS, *TEXTS) if ask.name not in UNLIKE_VLLM]
 
 
