@@ -23,7 +23,7 @@ REQUIRE_PYTHON = import sys; sys.version_info >= (3, 11) or sys.exit("kvgate nee
 .PHONY: help run test test-vllm incident peak check fmt wheel constraints clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 run: $(READY) ## Start a demo on port 8080 (or PORT=...): embedded Valkey, two pools of mock engines, a fresh key
 	@exec $(BIN)kvgate serve --demo --port $(PORT)

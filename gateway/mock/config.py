@@ -11,6 +11,9 @@ _AT_LEAST_ONE = (
     "data_parallel_size",
 )
 _AT_LEAST_ZERO = (
+    "step_base_ms",
+    "step_prefill_us",
+    "step_running_us",
     "watermark",
     "long_prefill_token_threshold",
     "max_num_queued_reqs",
@@ -55,6 +58,8 @@ class EngineConfig:
         for name in _AT_LEAST_ZERO:
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        if self.watermark >= 1:
+            raise ValueError(f"watermark must be below 1, got {self.watermark}")
         if self.scheduling_policy not in POLICIES:
             raise ValueError(f"scheduling_policy must be fcfs or priority, got {self.scheduling_policy!r}")
         if self.blocks < 2:

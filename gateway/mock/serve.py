@@ -38,10 +38,12 @@ def run(args: argparse.Namespace) -> int:
     options = opened(args)
     try:
         listeners = _listen(options.host, options.port, options.engines)
-    except OSError as error:
+    except (OSError, OverflowError) as error:  # the latter: a port beyond 65535
         print(f"cannot listen on {options.host}:{options.port}: {error}", file=sys.stderr)
         return 1
-
+    if not listeners:
+        print(f"engines must be at least 1, got {options.engines}", file=sys.stderr)
+        return 2
     try:
         servers = _servers(args, options, listeners)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -143,7 +145,7 @@ def _listen(host: str, port: int, engines: int) -> list[socket.socket]:
         for number in range(engines):
             address = (host, port + number if port else 0)
             listeners.append(_listener(address, family))
-    except OSError:
+    except (OSError, OverflowError):
         for listener in listeners:
             listener.close()
         raise
@@ -160,7 +162,7 @@ def _listener(address: tuple[str, int], family: socket.AddressFamily) -> socket.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(BACKLOG)
-    except OSError:
+    except (OSError, OverflowError):
         listener.close()
         raise
     return listener

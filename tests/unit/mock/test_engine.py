@@ -468,3 +468,11 @@ def test_what_fits_alone_always_finishes_with_all_its_tokens(
     assert not engine.running
     assert not engine.waiting
     assert engine.generation_tokens == sum(size.output_tokens for size in fitting)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("watermark", 1.0), ("step_base_ms", -1.0), ("blocks", 1), ("max_num_seqs", 0)]
+)
+def test_sizes_that_cannot_be_are_refused_by_name(field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=field):
+        replace(EngineConfig(), **{field: value})
