@@ -3,15 +3,15 @@
 import argparse
 import json
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
-
+from gateway.loadtest.observe import AdminError
 from gateway.loadtest.page import page
 from gateway.loadtest.plots import picture
-from gateway.loadtest.report import terminal
+from gateway.loadtest.report import terminal, why_none_admitted
 from gateway.loadtest.run import FORMAT, Options, RunError, execute, show_on_stderr
 from gateway.loadtest.scenario import Scenario, ScenarioError, load, names
 from gateway.loadtest.targets import parse_target
@@ -24,10 +24,18 @@ COMPARED_MAX = 6
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `kvgate loadtest`."""
+    parser.epilog = (
+        "Exit status: 0 for a finished run whatever its figures, 1 for one in which no call was admitted, "
+        "2 where there was no run or its results could not be written."
+    )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--scenario", metavar="NAME|FILE", help=f"one of {', '.join(names())}, or a YAML file")
     what.add_argument(
-        "--compare", nargs="+", type=Path, metavar="report.json", help="finished runs, side by side"
+        "--compare",
+        nargs="+",
+        type=Path,
+        metavar="report.json",
+        help=f"finished runs side by side, {COMPARED_MAX} at most",
     )
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--url", help="a gateway, or one engine")
@@ -38,35 +46,70 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="engines without a gateway, balanced by what is outstanding (repeat)",
     )
     parser.add_argument(
-        "--key", action="append", default=[], metavar="NAME=SECRET", help=f"repeat, or set {KEYS_VARIABLE}"
+        "--key",
+        action="append",
+        default=[],
+        metavar="NAME=SECRET",
+        help=f"a key of the scenario (repeat; or {KEYS_VARIABLE}=NAME=SECRET,NAME=SECRET)",
     )
     parser.add_argument(
-        "--engine", action="append", metavar="URL", help="an engine to watch (repeat; default: the targets)"
+        "--engine",
+        action="append",
+        metavar="URL",
+        help="an engine to watch (repeat; default without --admin: the targets)",
     )
     parser.add_argument("--admin", metavar="URL", help=f"a kvgate to watch; needs {ADMIN_TOKEN_VARIABLE}")
-    parser.add_argument("--processes", type=_processes, default=1, help="that send calls (default 1)")
-    parser.add_argument("--seconds-scale", type=_scale, default=1.0, help="shortens or stretches the phases")
+    parser.add_argument(
+        "--processes", type=_processes, default=1, metavar="N", help="send the calls (default 1)"
+    )
+    parser.add_argument(
+        "--seconds-scale",
+        type=_scale,
+        default=1.0,
+        metavar="FACTOR",
+        help="shortens or stretches the phases at the same rates; of a trace, below 1, the first such share is sent",
+    )
     parser.add_argument("--label", default="", help="what the report calls this run")
-    parser.add_argument("--report", type=Path, metavar="DIR", help="writes report.json and report.html there")
+    parser.add_argument(
+        "--report",
+        type=Path,
+        metavar="DIR",
+        help="writes report.json and report.html there; with --compare report.html only",
+    )
     parser.add_argument("--picture", type=Path, metavar="FILE", help="writes the main plots as one SVG")
 
 
 def run(parsed: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """The exit status: 0 for a finished run whatever its figures, 2 where there was none."""
+    """The exit status, as the help tells it."""
     try:
+        _prepare(parsed.report, parsed.picture)
         documents = _compared(parsed.compare) if parsed.compare else [_measured(parsed, environ)]
-    except (ScenarioError, RunError, OSError) as error:
+        try:
+            _write(parsed.report, parsed.picture, documents, single=not parsed.compare)
+        finally:
+            print(terminal(documents))  # last: whoever reads it may be gone
+        if parsed.report:
+            print(f"\n{parsed.report / 'report.html'}")
+    except (ScenarioError, RunError, AdminError, OSError) as error:
         print(f"kvgate loadtest: {error}", file=sys.stderr)
         return 2
-    except httpx.HTTPError as error:
-        print(f"kvgate loadtest: {parsed.admin}: {error}", file=sys.stderr)
-        return 2
-    print(terminal(documents))
-    if parsed.report:
-        _write(parsed.report, documents, single=not parsed.compare)
-    if parsed.picture:
-        parsed.picture.write_text(picture(documents), encoding="utf-8")
-    return 0
+    none_admitted = not parsed.compare and why_none_admitted(documents[0]["figures"]) is not None
+    return 1 if none_admitted else 0
+
+
+def _prepare(report: Path | None, drawing: Path | None) -> None:
+    """Make the folders of the results and try them before the run.  Raises ScenarioError."""
+    for option, folder in (("--report", report), ("--picture", drawing.parent if drawing else None)):
+        if folder is None:
+            continue
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            raise ScenarioError(f"{option}: cannot write into {folder}: {error.strerror}") from None
+    if drawing is not None and drawing.is_dir():
+        raise ScenarioError(f"--picture: {drawing} is a folder")
 
 
 def _measured(parsed: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, Any]:
@@ -84,6 +127,9 @@ def _options(parsed: argparse.Namespace, environ: Mapping[str, str], scenario: S
         raise ScenarioError("--url or --target says where the calls go")
     if parsed.admin and not environ.get(ADMIN_TOKEN_VARIABLE):
         raise ScenarioError(f"--admin needs the token in {ADMIN_TOKEN_VARIABLE}")
+    token = environ.get(ADMIN_TOKEN_VARIABLE, "")
+    if parsed.admin and not (token.isascii() and token.isprintable()):
+        raise ScenarioError(f"{ADMIN_TOKEN_VARIABLE}: a token of plain ASCII is needed")
     targets = [parse_target(text) for text in urls]
     watched = parsed.engine or ([] if parsed.admin else [target.url for target in targets])
     return Options(
@@ -108,7 +154,10 @@ def read_secrets(texts: Sequence[str], scenario: Scenario) -> dict[str, str]:
     used = [key.name for key in scenario.weighted_keys]
     missing = [name for name in used if name not in secrets]
     if secrets and missing:
-        raise ScenarioError(f"no secret for the key {missing[0]!r} of the scenario")
+        raise ScenarioError(
+            f"{scenario.name} wants the keys {', '.join(used)}; without a secret: {', '.join(missing)}. "
+            f"Give --key NAME=SECRET for each, or {KEYS_VARIABLE}=NAME=SECRET,NAME=SECRET"
+        )
     return secrets
 
 
@@ -128,13 +177,16 @@ def _read(file: Path) -> dict[str, Any]:
     return document
 
 
-def _write(folder: Path, documents: Sequence[dict[str, Any]], *, single: bool) -> None:
+def _write(
+    report: Path | None, drawing: Path | None, documents: Sequence[dict[str, Any]], *, single: bool
+) -> None:
     """A comparison has a page but no figures of its own."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if single:
-        (folder / "report.json").write_text(json.dumps(documents[0], indent=1) + "\n", encoding="utf-8")
-    (folder / "report.html").write_text(page(documents), encoding="utf-8")
-    print(f"\n{folder / 'report.html'}")
+    if report and single:
+        (report / "report.json").write_text(json.dumps(documents[0], indent=1) + "\n", encoding="utf-8")
+    if report:
+        (report / "report.html").write_text(page(documents), encoding="utf-8")
+    if drawing:
+        drawing.write_text(picture(documents), encoding="utf-8")
 
 
 def _processes(text: str) -> int:

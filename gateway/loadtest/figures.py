@@ -90,6 +90,7 @@ def _attempts(calls: Sequence[CallRecord]) -> Figures:
         "queued": sum(waited > 0 for waited in queued),
         "queue_ms": summary(queued, LATENCY),
         **{str(end): sum(attempt.end is end for attempt in attempts) for end in End},
+        "stopped_by_stage": _stopped(attempts),
         "timed_out_by_stage": _by_reason(attempts, End.TIMED_OUT),
         "failed_by_kind": _by_reason(attempts, End.FAILED),
     }
@@ -333,6 +334,13 @@ def _streamed(recording: Recording) -> Iterator[CallRecord]:
     for call in recording.calls:
         if call.stream and not call.slow and any(attempt.worst_gap for attempt in call.attempts):
             yield call
+
+
+def _stopped(attempts: Sequence[Attempt]) -> dict[str, int]:
+    """Running where an answer had begun; one that does not stream begins with its end, so it waits until then."""
+    open_ = [attempt for attempt in attempts if attempt.end is End.STOPPED]
+    running = sum(attempt.status == 200 for attempt in open_)
+    return {"running": running, "waiting": len(open_) - running}
 
 
 def _by_reason(attempts: Iterable[Attempt], end: End) -> dict[str, int]:

@@ -24,6 +24,10 @@ _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 Labels = dict[str, str]
 
 
+class AdminError(Exception):
+    """The gateway's state cannot be read.  Its text is one line."""
+
+
 class Page:
     """One Prometheus page."""
 
@@ -148,10 +152,19 @@ class Observer:
         self._client = httpx.AsyncClient(timeout=SCRAPE_SECONDS, trust_env=False)
 
     async def begin(self) -> None:
-        """What was there before the load.  Raises httpx.HTTPError where the gateway's state cannot be read."""
-        if self._admin is not None:
+        """What was there before the load.  Raises AdminError."""
+        if self._admin is None:
+            return
+        try:
             await self._state()
             self.observations.refusals_before = await self._refusals()
+        except httpx.HTTPStatusError as error:
+            raise AdminError(_status_problem(self._admin, error.response)) from None
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            why = str(error) or type(error).__name__
+            raise AdminError(f"the admin API at {self._admin} does not answer: {why}") from None
+        except ValueError:
+            raise AdminError(f"the admin API at {self._admin} answers no state: is it a kvgate?") from None
 
     async def watch(self, start: float) -> None:
         due = time.monotonic()
@@ -228,6 +241,12 @@ class Observer:
             if not any(found.values()) or time.monotonic() > deadline:
                 return found
             await asyncio.sleep(QUIET_POLL_SECONDS)
+
+
+def _status_problem(admin: str, answer: httpx.Response) -> str:
+    if answer.status_code in (401, 403):
+        return f"the admin API at {admin} answers {answer.status_code}: is KVGATE_ADMIN_TOKEN right?"
+    return f"the admin API at {admin} answers {answer.status_code} to {answer.request.url.path}"
 
 
 def _mean(page: Page, *names: str) -> float | None:

@@ -4,8 +4,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from gateway.loadtest.plots import DARK, LIGHT, NARROW, STYLE, WIDE, end_seconds, plot_svg, plots
-from gateway.loadtest.report import table
+from gateway.loadtest.plots import (
+    DARK,
+    LIGHT,
+    NARROW,
+    STYLE,
+    WIDE,
+    end_seconds,
+    fitted,
+    nameless,
+    phase_marks,
+    plot_svg,
+    plots,
+)
+from gateway.loadtest.report import heads, table, why_none_admitted
 
 Document = Mapping[str, Any]
 
@@ -65,8 +77,9 @@ def _heads(documents: Sequence[Document]) -> Iterator[str]:
 
 def _verdicts(document: Document) -> str:
     figures = document["figures"]
-    kept_up = figures["generator"]["kept_up"]
-    found = [(kept_up, "load generator kept up" if kept_up else "load generator did not keep up")]
+    kept_up, why = figures["generator"]["kept_up"], why_none_admitted(figures)
+    found = [] if why is None else [(False, f"no call was answered: mostly {escape(why)}")]
+    found.append((kept_up, "load generator kept up" if kept_up else "load generator did not keep up"))
     preemptions = figures["engines"]["preemptions"]
     if preemptions is not None:
         found.append((preemptions == 0, f"{preemptions:,.0f} preemptions"))
@@ -78,8 +91,11 @@ def _verdicts(document: Document) -> str:
 
 def _table(documents: Sequence[Document]) -> Iterator[str]:
     span = len(documents) + 1
-    titles = "".join(f'<th scope="col">{escape(str(document["label"]))}</th>' for document in documents)
-    yield f'<div class="scroll"><table><thead><tr><td></td>{titles}</tr></thead><tbody>'
+    yield '<div class="scroll"><table><thead>'
+    for label, cells in heads(documents):
+        titles = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in cells)
+        yield f"<tr><td>{label.capitalize()}</td>{titles}</tr>"
+    yield "</thead><tbody>"
     for section, rows in table(documents):
         yield f'<tr class="section"><th colspan="{span}" scope="rowgroup">{escape(section.capitalize())}</th></tr>'
         for label, cells in rows:
@@ -90,7 +106,8 @@ def _table(documents: Sequence[Document]) -> Iterator[str]:
 
 def _plots(documents: Sequence[Document]) -> Iterator[str]:
     """Each twice: the width of the window decides which is shown."""
-    seconds = end_seconds(documents)
+    seconds, marks, wide = end_seconds(documents), phase_marks(documents), fitted(WIDE, documents)
     for number, plot in enumerate(plots(documents)):
-        yield f'<div class="wide">{plot_svg(plot, WIDE, seconds, f"w{number}")}</div>'
-        yield f'<div class="narrow">{plot_svg(plot, NARROW, seconds, f"n{number}")}</div>'
+        yield f'<div class="wide">{plot_svg(plot, wide, seconds, f"w{number}", marks)}</div>'
+        yield f'<div class="narrow">{plot_svg(plot, NARROW, seconds, f"n{number}", marks)}</div>'
+        marks = nameless(marks)

@@ -47,16 +47,44 @@ def terminal(documents: Sequence[Document]) -> str:
     sections = table(documents)
     labels = [label for _, found in sections for label, _ in found]
     wide = max(map(len, labels))
-    titles = [str(document["label"]) for document in documents]
-    widths = [
-        max(len(title), *(len(cells[column]) for _, found in sections for _, cells in found))
-        for column, title in enumerate(titles)
-    ]
-    lines = [_line("", titles, wide, widths)] if len(titles) > 1 else []
+    above = heads(documents) if len(documents) > 1 else []
+    every = above + [row for _, found in sections for row in found]
+    widths = [max(len(cells[column]) for _, cells in every) for column in range(len(documents))]
+    lines = [_line(label, cells, wide, widths) for label, cells in above]
     for section, found in sections:
         lines += ["", section.upper()]
         lines += [_line(label, cells, wide, widths) for label, cells in found]
     return "\n".join(lines).strip("\n")
+
+
+def heads(documents: Sequence[Document]) -> list[tuple[str, list[str]]]:
+    """What stands above the columns: the names of the runs, and their scenarios where these are not the same one."""
+    found = [("", [str(document["label"]) for document in documents])]
+    if any(document["scenario"] != documents[0]["scenario"] for document in documents):
+        found.append(("DIFFERENT SCENARIOS", [str(document["scenario"]["name"]) for document in documents]))
+    return found
+
+
+def why_none_admitted(figures: Document) -> str | None:
+    """The most frequent end of the attempts where calls were offered and none was admitted; else None."""
+    attempts = figures["attempts"]
+    if attempts["admitted"] or not figures["calls"]["offered"]:
+        return None
+    ends: dict[str, int] = {code: found["count"] for code, found in figures["refused"].items()}
+    ends |= {f"timed out: {_words(stage)}": count for stage, count in attempts["timed_out_by_stage"].items()}
+    ends |= {f"failed: {_words(kind)}": count for kind, count in attempts["failed_by_kind"].items()}
+    ends |= _still_open(attempts)
+    return max(ends, key=ends.__getitem__)
+
+
+def _still_open(attempts: Document) -> dict[str, int]:
+    """By stage; reports of older versions know only their sum."""
+    stages = attempts.get("stopped_by_stage", {"open": attempts["stopped"]})
+    return {f"still {stage} at the end": count for stage, count in stages.items()}
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
 
 
 def _line(label: str, cells: Sequence[str], wide: int, widths: Sequence[int]) -> str:
@@ -65,7 +93,9 @@ def _line(label: str, cells: Sequence[str], wide: int, widths: Sequence[int]) ->
 
 
 def _verdicts(figures: Document) -> Iterator[Row]:
-    generator = figures["generator"]
+    generator, why = figures["generator"], why_none_admitted(figures)
+    if why is not None:
+        yield "verdicts", "no call was answered", f"mostly {why}"
     yield "verdicts", "load generator kept up", "yes" if generator["kept_up"] else "NO: not a measurement"
     yield "verdicts", "preemptions", _whole(figures["engines"]["preemptions"])
     if figures["kvgate"]:
@@ -82,19 +112,24 @@ def _calls(figures: Document, targets: Document) -> Iterator[Row]:
     yield section, f"answered in time ({limits})", _part(calls["in_time"], calls["offered"])
     yield section, "the same from arrival", _part(calls["in_time_from_arrival"], calls["offered"])
     for name in ("gave_up", "left", "unfinished", "retried"):
-        yield section, name.replace("_", " "), _whole(calls[name])
+        yield section, _words(name), _whole(calls[name])
 
 
 def _attempts(attempts: Document) -> Iterator[Row]:
-    for name in ("made", "admitted", "refused", "timed_out", "failed"):
-        yield "attempts", name.replace("_", " "), _whole(attempts[name])
+    """All rows up to those that are still open add up to `made`; the rest says more of them."""
+    for name in ("made", "answered", "left", "refused", "timed_out", "failed"):
+        yield "attempts", _words(name), _whole(attempts[name])
+    for label, count in _still_open(attempts).items():
+        if count:
+            yield "attempts", label, _whole(count)
+    yield "attempts", "of all, admitted", _whole(attempts["admitted"])
     if attempts["queue_ms"]["count"]:
         yield "attempts", "queued", _whole(attempts["queued"])
         yield "attempts", "wait for blocks, p50 / p90 / p99 / max", _summary(attempts["queue_ms"])
     for stage, count in attempts["timed_out_by_stage"].items():
-        yield "attempts", f"timed out: {stage.replace('_', ' ')}", _whole(count)
+        yield "attempts", f"timed out: {_words(stage)}", _whole(count)
     for kind, count in attempts["failed_by_kind"].items():
-        yield "attempts", f"failed: {kind.replace('_', ' ')}", _whole(count)
+        yield "attempts", f"failed: {_words(kind)}", _whole(count)
 
 
 def _refusals(figures: Document) -> Iterator[Row]:

@@ -55,7 +55,7 @@ Show = Callable[[str], None]
 
 
 def execute(scenario: Scenario, trace: Sequence[TraceLine], options: Options, show: Show) -> dict[str, Any]:
-    """The document of a finished run.  Raises ScenarioError, RunError, httpx.HTTPError."""
+    """The document of a finished run.  Raises ScenarioError, RunError, AdminError."""
     calls = plan(scenario, trace)
     end_seconds = arrivals_end_seconds(scenario, calls)
     began = datetime.now(UTC)
@@ -94,9 +94,16 @@ def _jobs(
 
 async def _run(jobs: Sequence[Job], options: Options, show: Show) -> tuple[Recording, Observations]:
     observer = Observer(options.engines, options.admin, options.admin_token)
-    senders = _Senders(jobs)
     try:
         await observer.begin()
+        return await _send_and_watch(jobs, observer, show), observer.observations
+    finally:
+        await observer.close()
+
+
+async def _send_and_watch(jobs: Sequence[Job], observer: Observer, show: Show) -> Recording:
+    senders = _Senders(jobs)
+    try:
         await senders.ready()
         start = time.monotonic() + HEAD_START_SECONDS
         watching = asyncio.create_task(observer.watch(start))
@@ -108,10 +115,9 @@ async def _run(jobs: Sequence[Job], options: Options, show: Show) -> tuple[Recor
                 task.cancel()
             await asyncio.gather(watching, showing, return_exceptions=True)
         await observer.finish(start)
-        return recording, observer.observations
+        return recording
     finally:
         senders.close()
-        await observer.close()
 
 
 class _Senders:

@@ -4,6 +4,7 @@
 """
 
 import json
+import re
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -198,6 +199,9 @@ def load(name_or_file: str, seconds_scale: float = 1.0) -> tuple[Scenario, tuple
     if not isinstance(place, Path):
         raise ScenarioError(f"{place.name}: a trace needs a scenario file of its own")
     lines = parse_trace((place.parent / scenario.trace).read_text(encoding="utf-8"), scenario.trace)
+    unknown = {line.key for line in lines if line.key} - {key.name for key in scenario.weighted_keys}
+    if unknown:
+        raise ScenarioError(f"{scenario.trace}: key {min(unknown)!r}: not one of the scenario's keys")
     end = lines[-1].arrival * seconds_scale
     return scenario, tuple(line for line in lines if line.arrival <= end)
 
@@ -260,7 +264,18 @@ def _convert(document: object, kind: type[_Value], where: str) -> _Value:
     try:
         return msgspec.convert(document, kind)
     except msgspec.ValidationError as error:
-        raise ScenarioError(f"{where}: {error}") from None
+        raise ScenarioError(f"{where}: {_path_first(str(error))}") from None
+
+
+def _path_first(text: str) -> str:
+    """`client.retries: Expected ...` for msgspec's `Expected ... - at `$.client.retries``."""
+    problem, _, place = text.partition(" - at `")
+    path = place.removesuffix("`").removeprefix("$").removeprefix(".")
+    named = re.search(r"(unknown|required) field `(.*)`$", problem)
+    if named:
+        path = f"{path}.{named[2]}".removeprefix(".")
+        problem = "missing" if named[1] == "required" else "unknown field"
+    return f"{path}: {problem.replace('`', '')}" if path else problem
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):

@@ -64,8 +64,11 @@ def work(job: Job, pipe: Pipe) -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(*_QUIET_COLLECTOR)
-    pipe.send("ready")
-    start: float = pipe.recv()
+    try:
+        pipe.send("ready")
+        start: float = pipe.recv()
+    except (EOFError, OSError):
+        return  # the parent is gone
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         recording = runner.run(send_all(job, prompts, start, pipe))
     pipe.send(recording)

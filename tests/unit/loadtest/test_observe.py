@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from gateway.loadtest import observe
-from gateway.loadtest.observe import Observer, Page, read_engine, read_refusals, read_state
+from gateway.loadtest.observe import AdminError, Observer, Page, read_engine, read_refusals, read_state
 
 VLLM = """# HELP vllm:num_preemptions_total Cumulative number of preemption from the engine.
 # TYPE vllm:num_preemptions_total counter
@@ -129,7 +129,7 @@ async def test_a_gateway_that_does_not_answer_is_not_clean(monkeypatch: pytest.M
     monkeypatch.setattr(observe, "QUIET_SECONDS", 0.0)
     async with pages(lambda path: None) as url:
         observer = Observer([url], url, "token")
-        with pytest.raises(httpx.HTTPStatusError):
+        with pytest.raises(AdminError, match="answers 503 to /admin/v1/state"):
             await observer.begin()
         await observer.finish(0.0)
         await observer.close()
@@ -137,3 +137,22 @@ async def test_a_gateway_that_does_not_answer_is_not_clean(monkeypatch: pytest.M
     assert observer.observations.left_over == dict.fromkeys(observe.STATE_COUNTS, -1)
     assert observer.observations.missed == 2
     assert not observer.observations.engines[url][0].up
+
+
+async def test_a_wrong_token_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    observer = Observer([], "http://gateway", "wrong")
+    monkeypatch.setattr(
+        observer, "_client", httpx.AsyncClient(transport=httpx.MockTransport(lambda _: httpx.Response(401)))
+    )
+
+    with pytest.raises(AdminError, match="at http://gateway answers 401: is KVGATE_ADMIN_TOKEN right"):
+        await observer.begin()
+    await observer.close()
+
+
+async def test_a_page_that_is_no_state_is_told() -> None:
+    async with pages(lambda path: "<html>") as url:
+        observer = Observer([], url, "token")
+        with pytest.raises(AdminError, match="is it a kvgate"):
+            await observer.begin()
+        await observer.close()

@@ -16,14 +16,19 @@ from gateway.loadtest.plots import (
     LIGHT,
     NARROW,
     WIDE,
+    Box,
+    Mark,
     end_seconds,
+    fitted,
     linear_ticks,
     log_ticks,
+    phase_marks,
     picture,
     plot_svg,
     plots,
     short,
 )
+from gateway.loadtest.records import End, Outcome
 from gateway.loadtest.report import table, terminal
 from gateway.loadtest.scenario import to_json
 from gateway.loadtest.series import series
@@ -78,6 +83,105 @@ def test_verdicts_that_are_bad_say_so() -> None:
     assert cells(bad)["verdicts: load generator kept up"] == ["NO: not a measurement"]
     assert cells(bad)["verdicts: leaked at the end"] == ["2 leases"]
     assert "did not keep up" in page([bad])
+
+
+@pytest.mark.parametrize(
+    ("refusals", "failures", "why"),
+    [(3, 2, "mostly 401 invalid_api_key"), (1, 2, "mostly failed: reset before headers")],
+)
+def test_a_run_in_which_nothing_was_admitted_says_why(refusals: int, failures: int, why: str) -> None:
+    bad = document()
+    bad["figures"]["attempts"] |= {"admitted": 0, "timed_out_by_stage": {}}
+    bad["figures"]["attempts"]["failed_by_kind"] = {"reset_before_headers": failures}
+    code = bad["figures"]["refused"].pop("429 queue_full") | {"count": refusals}
+    bad["figures"]["refused"] = {"401 invalid_api_key": code}
+
+    assert cells(bad)["verdicts: no call was answered"] == [why]
+    assert f"no call was answered: {why}" in page([bad])
+    assert "no call was answered" not in page([document()])
+
+
+def test_attempts_add_up() -> None:
+    recording = runs.recording()
+    waits = runs.attempt(7.5, End.STOPPED, "", None, 8.0)
+    waits.status = 0
+    recording.calls.append(runs.call(5, "a", 7.5, Outcome.UNFINISHED, waits))
+    streams = runs.attempt(7.6, End.STOPPED, "", 7.8, 8.0)
+    recording.calls.append(runs.call(6, "a", 7.6, Outcome.UNFINISHED, streams))
+    found = document()
+    found["figures"] = figures(runs.SCENARIO, recording, runs.observations(), 8.0)
+
+    rows = {label: int(cells_[0]) for label, cells_ in dict(table([found]))["attempts"][:8]}
+    assert rows.pop("made") == sum(rows.values()) == 9
+    assert (rows["still running at the end"], rows["still waiting at the end"]) == (1, 1)
+
+
+def test_reports_of_older_versions_are_still_read() -> None:
+    old = document()
+    del old["figures"]["attempts"]["stopped_by_stage"]
+    old["figures"]["attempts"]["stopped"] = 4
+
+    assert cells(old)["attempts: still open at the end"] == ["4"]
+
+
+def test_different_scenarios_are_told_in_the_head() -> None:
+    other = document("second")
+    other["scenario"]["name"] = "other"
+
+    assert terminal([document("first"), other]).splitlines()[1].split() == [
+        "DIFFERENT", "SCENARIOS", "paper", "other",
+    ]  # fmt: skip
+    assert "Different scenarios" in page([document("first"), other])
+    assert "DIFFERENT" not in terminal([document("first"), document("second")])
+
+
+def test_phases_are_marked_where_they_begin() -> None:
+    marked = document()
+    marked["scenario"]["phases"] = [
+        {"seconds": 2.0, "sessions": 0.0, "calls_per_second": None},
+        {"seconds": 3.0, "sessions": 300.0, "calls_per_second": None},
+        {"seconds": 1.5, "sessions": None, "calls_per_second": 2.5},
+    ]
+
+    assert phase_marks([marked]) == (
+        Mark(2, "300 sessions"),
+        Mark(5, "2.5 calls/s"),
+        Mark(6.5, "no new calls"),
+    )
+    assert phase_marks([marked, document()]) == ()
+    assert picture([marked, marked]).count("300 sessions") == 1
+    assert picture([marked]).count('class="m" d=') == 3 * 4
+
+
+def test_names_of_marks_never_touch_each_other_nor_leave_the_frame() -> None:
+    plot, box = plots([document()])[0], Box(400, 200)
+    marks = [Mark(0, "hidden"), Mark(0.1, "first"), Mark(5, "second"), Mark(9.9, "third"), Mark(11, "later")]
+    root = ElementTree.fromstring(plot_svg(plot, box, 10, "p", marks))
+
+    found = [
+        (text.text, float(text.get("x") or 0))
+        for text in root.iter("text")
+        if text.text in {m.name for m in marks}
+    ]
+    assert [name for name, _ in found] == ["first", "second", "third"]
+    assert all(x + 6.2 * len(name or "") <= box.width - box.right for name, x in found)
+
+
+def test_the_key_names_the_kinds_of_lines_that_are_there() -> None:
+    keys = {plot.title.split(":")[0]: plot.key for plot in plots([document()])}
+
+    assert keys["KV blocks"] == "solid used, dashed reserved, dotted limit"
+    assert {plot.key for plot in plots([document(gateway=False)]) if "KV" in plot.title} == {"solid used"}
+    assert "dashed reserved" in picture([document()])
+
+
+def test_names_of_runs_are_whole_where_there_is_room() -> None:
+    name = "kvgate with 4 engines on 2 cores"
+    long = document(name)
+
+    assert fitted(WIDE, [long]).right > WIDE.right
+    assert f">{name}</text>" in picture([long])
+    assert f"<title>{name * 3}</title>" in picture([document(name * 3)])
 
 
 def test_columns_of_the_terminal_stand_under_each_other() -> None:
