@@ -40,6 +40,8 @@ class EventStream:
         """How many events with a token these bytes complete.  Raises BadAnswer."""
         if self._rest:
             data = self._rest + data
+        if b"\r" in data:  # JSON holds none: it can only be a line's end
+            data = data.replace(b"\r\n", b"\n")
         tokens = 0
         *events, self._rest = data.split(_EVENT_END)
         for event in events:
@@ -74,9 +76,12 @@ class EventStream:
         choices = chunk.get("choices")
         return self._choice(choices[0]) if isinstance(choices, list) and choices else 0
 
-    def _choice(self, choice: Mapping[str, Any]) -> int:
-        self._reason = choice.get("finish_reason") or self._reason
-        delta = choice.get("delta") or {}
+    def _choice(self, choice: object) -> int:
+        reason = _reason(choice, "event_malformed")
+        self._reason = reason or self._reason
+        delta = (choice.get("delta") if isinstance(choice, dict) else None) or {}
+        if not isinstance(delta, dict):
+            raise BadAnswer("event_malformed")
         if self._reason == "abort" or ("role" in delta and not delta.get("content")):
             return 0
         self._opened = True
@@ -108,7 +113,7 @@ class WholeAnswer:
         choices = answer.get("choices")
         if not isinstance(choices, list) or not choices:
             return "answer_without_choices"
-        reason = choices[0].get("finish_reason")
+        reason = _reason(choices[0], "answer_malformed")
         return "" if reason in GOOD_REASONS else f"finish_{reason}"[:CODE_CHARS_MAX]
 
 
@@ -127,11 +132,18 @@ def error_code(status: int, reason_header: str, body: bytes) -> str:
 def _object(payload: bytes, problem: str) -> dict[str, Any]:
     try:
         value = json.loads(payload)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise BadAnswer(problem) from None
     if not isinstance(value, dict):
         raise BadAnswer(problem)
     return value
+
+
+def _reason(choice: object, problem: str) -> str | None:
+    reason = choice.get("finish_reason") if isinstance(choice, dict) else 0
+    if reason is not None and not isinstance(reason, str):
+        raise BadAnswer(problem)
+    return reason
 
 
 def _completion_tokens(answer: Mapping[str, Any], known: int | None) -> int | None:

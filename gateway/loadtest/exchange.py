@@ -9,6 +9,7 @@ from gateway.loadtest.answers import BadAnswer, EventStream, WholeAnswer, error_
 from gateway.loadtest.records import Attempt, End, Recording
 from gateway.loadtest.wire import Connection
 
+QUEUE_MS_DIGITS_MAX = 12
 REFUSAL_BYTES_MAX = 1 << 20
 """More of an error's body is not kept."""
 
@@ -91,7 +92,7 @@ class Exchange:
         attempt.headers_at = self.now - self._notes.start
         self.headers = headers
         queue_ms = headers.get("x-kvgate-queue-ms", "")
-        attempt.queue_ms = int(queue_ms) if queue_ms.isdecimal() else None
+        attempt.queue_ms = int(queue_ms[:QUEUE_MS_DIGITS_MAX]) if queue_ms.isdecimal() else None
         if status != 200:
             self._refusal = bytearray()
 

@@ -32,8 +32,11 @@ Figures = dict[str, Any]
 def figures(
     scenario: Scenario, recording: Recording, observations: Observations, arrivals_end_seconds: float
 ) -> Figures:
-    """Everything but the series over time.  Rates are over the time of arrivals."""
+    """Everything but the series over time.  Rates are over the time of arrivals, and of answers where those take
+    longer: work that was done after the last arrival took time too."""
     gaps = _gaps(scenario, recording)
+    answered = (call.attempts[-1].ended for call in recording.calls if call.outcome is Outcome.ANSWERED)
+    seconds = max([arrivals_end_seconds, *answered])
     return {
         "calls": _calls(recording.calls, scenario.targets),
         "attempts": _attempts(recording.calls),
@@ -44,8 +47,8 @@ def figures(
             (1_000 * max(attempt.worst_gap for attempt in call.attempts) for call in _streamed(recording)),
             LATENCY,
         ),
-        "tokens": _tokens(recording.calls, arrivals_end_seconds),
-        "goodput": _goodput(recording.calls, scenario.targets, arrivals_end_seconds),
+        "tokens": _tokens(recording.calls, seconds),
+        "goodput": _goodput(recording.calls, scenario.targets, seconds),
         "keys": _keys(recording.calls, scenario),
         "engines": _engines(observations),
         "kvgate": _gateway(observations),
@@ -149,7 +152,7 @@ def _tokens(calls: Sequence[CallRecord], seconds: float) -> Figures:
 
 
 def _goodput(calls: Sequence[CallRecord], targets: Targets, seconds: float) -> Figures:
-    """Of calls in time, per second of arrivals."""
+    """Of calls in time, per second."""
     found: Figures = {}
     for name, from_arrival in (("", False), ("_from_arrival", True)):
         good = [call for call in calls if in_time(call, targets, from_arrival=from_arrival)]

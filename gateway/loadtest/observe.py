@@ -153,6 +153,8 @@ class Observer:
 
     async def begin(self) -> None:
         """What was there before the load.  Raises AdminError."""
+        now = time.monotonic()
+        await asyncio.gather(*(self._engine(url, now) for url in self.observations.engines))
         if self._admin is None:
             return
         try:

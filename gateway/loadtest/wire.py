@@ -17,6 +17,8 @@ IDLE_MAX = 4_096
 """Idle connections of one target."""
 SLOW_BUFFER_BYTES = 4_096
 """The socket buffer of a client that reads slowly."""
+HEAD_BYTES_MAX = 256 << 10
+"""Of an answer, counted by the piece while the head is incomplete."""
 
 
 class Reader(Protocol):
@@ -37,6 +39,8 @@ class _Answer:
         self._reader = reader
         self._over = over
         self._headers: dict[str, str] = {}
+        self.head_bytes: int | None = 0
+        """None when the head is complete."""
         self.on_body = reader.on_body
         self.parser = httptools.HttpResponseParser(self)
 
@@ -46,6 +50,7 @@ class _Answer:
     def on_headers_complete(self) -> None:
         status = self.parser.get_status_code()
         if status >= 200:
+            self.head_bytes = None
             self._reader.on_head(status, self._headers)
 
     def on_message_complete(self) -> None:
@@ -91,6 +96,10 @@ class Connection(asyncio.Protocol):
             raise  # a fault of the reader, not of the other end
         except httptools.HttpParserError as error:
             self._lose(error)
+        if answer.head_bytes is not None:
+            answer.head_bytes += len(data)
+            if answer.head_bytes > HEAD_BYTES_MAX:
+                self._lose(ValueError("the head of the answer is too long"))
 
     def eof_received(self) -> bool:
         return False

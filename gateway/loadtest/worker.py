@@ -6,6 +6,7 @@ import gc
 import signal
 import sys
 import time
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -128,11 +129,18 @@ async def _watch(notes: Notes) -> None:
         now = time.monotonic()
         if now < notes.start:
             continue
-        recording.lags.append(max(0.0, now - due))
+        _note_lag(recording.lags, now - due)
         if int(now - notes.start) != second:
             second, seen, samples = int(now - notes.start), 0, 0
         seen, samples = seen + notes.streaming, samples + 1
         recording.running[min(second, last_second)] = seen / samples
+
+
+def _note_lag(lags: "array[float]", lag: float) -> None:
+    """A late wake-up stands for those that should have come in it, or a long stall would be one sample of many."""
+    lags.append(max(0.0, lag))
+    while (lag := lag - LAG_SAMPLE_SECONDS) > 0:
+        lags.append(lag)
 
 
 async def _tell(pipe: Pipe, clients: Clients, notes: Notes) -> None:

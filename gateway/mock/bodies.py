@@ -52,7 +52,7 @@ def parse_object(raw: bytes) -> dict[str, Any]:
         body: Any = json.loads(raw)
     except json.JSONDecodeError as error:
         raise _json_invalid(error) from None
-    except (UnicodeDecodeError, RecursionError):
+    except (ValueError, RecursionError):  # not UTF-8, an integer of thousands of digits, or too deep
         refusal = Refusal(400, _UNREADABLE, _VALIDATION)
         refusal.body = {"detail": _UNREADABLE}
         raise refusal from None

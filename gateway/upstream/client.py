@@ -166,6 +166,9 @@ class EngineClient(Upstream):
             raise UpstreamFailed(detail, timed_out=True, connecting=True) from error
         except (OSError, UnicodeError) as error:
             raise UpstreamFailed(f"{type(error).__name__}: {error}"[:200], connecting=True) from error
+        if self._closed:
+            connection.abort()
+            raise UpstreamFailed("the upstream client is closed", connecting=True)
         return connection
 
 

@@ -42,14 +42,18 @@ class Exchange:
         self._limits = limits
         self._parser = httptools.HttpResponseParser(self)
         self._headers: list[tuple[bytes, bytes]] = []
-        self._head_bytes = 0
+        self._status = 0
+        self._unread_bytes = 0
+        """Of a head or of trailers, since the last byte that got anything further."""
         self._head_complete = False
         self._head_refused = False
         self._head_passed = False
         self._streams = False
         self._until_eof = False
         self._keeps_alive = False
+        self._coding_bits: int | None = None
         self._decoder: Any = None
+        self._decoding = False
         self._parts: list[bytes] = []
         self._ended = False
         self._failure: UpstreamFailed | None = None
@@ -65,7 +69,8 @@ class Exchange:
     def reusable(self) -> bool:
         """The connection is at the beginning of a next answer."""
         clean = self._ended and self._keeps_alive and self._failure is None and self._error is None
-        return clean and not self._transport.get_write_buffer_size()
+        # A delivery that was not finished has left the socket unread, which nobody would undo.
+        return clean and self._suspended is None and not self._transport.get_write_buffer_size()
 
     async def finish(self) -> None:
         """Return at the answer's proper end, when all was passed on.
@@ -81,6 +86,8 @@ class Exchange:
                     raise self._error
                 if self._failure is not None:
                     raise self._failure
+                if self._ended and self._cut_off:
+                    raise UpstreamFailed("the compressed answer is cut off")
                 if self._ended:
                     return
                 self._woken = self._loop.create_future()
@@ -103,10 +110,9 @@ class Exchange:
             if not self._ended:
                 self._fail(f"{type(error).__name__}: {error}")
             self._keeps_alive = False
-        if not self._head_complete:
-            self._head_bytes += len(data)
-            if self._head_bytes > HEAD_BYTES_MAX:
-                self._fail("the head of the answer is too long")
+        self._unread_bytes = 0 if self._parts or self._ended else self._unread_bytes + len(data)
+        if self._unread_bytes > HEAD_BYTES_MAX:
+            self._refuse("the head or the trailers of the answer are too long")
         self._pass_on()
 
     def lost(self, error: Exception | None) -> None:
@@ -131,7 +137,7 @@ class Exchange:
             return  # a trailer
         self._headers.append((name, value))
         if len(self._headers) > HEADERS_MAX or len(name) + len(value) > HEADER_BYTES_MAX:
-            self._fail("the head of the answer is too long")
+            self._refuse("the head of the answer is too long")
 
     def on_headers_complete(self) -> None:
         if self._ended:
@@ -141,6 +147,7 @@ class Exchange:
             self._headers.clear()
             return
         self._head_complete = True
+        self._status = status
         self._keeps_alive = self._parser.should_keep_alive()
         if status < 200 or 300 <= status < 400:
             self._refuse(f"unexpected status {status}")
@@ -158,13 +165,13 @@ class Exchange:
         limits = self._limits
         self._streams = headers.get(b"content-type", b"").partition(b";")[0].strip() == b"text/event-stream"
         framed = b"content-length" in headers or b"transfer-encoding" in headers
-        self._until_eof = not framed and self._parser.get_status_code() != 204
+        self._until_eof = not framed and self._status != 204
         coding = headers.get(b"content-encoding", b"").strip().lower()
         if coding not in _CODINGS:
             self._refuse("the answer has an unknown content encoding")
             return
-        bits = _CODINGS[coding]
-        self._decoder = None if bits is None else zlib.decompressobj(bits)
+        self._coding_bits = _CODINGS[coding]
+        self._decoder = None if self._coding_bits is None else zlib.decompressobj(self._coding_bits)
         if self._streams:
             self._limit(limits.first_event_seconds, f"no first event within {limits.first_event_seconds:g} s")
 
@@ -172,12 +179,17 @@ class Exchange:
 
     def _pass_on(self) -> None:
         """Give the receiver what is there, and the task its end when all was given."""
-        if self._suspended is not None:
+        if self._suspended is not None or self._error is not None:
             return
         if self._head_complete and not self._head_refused and (self._parts or not self._head_passed):
             self._begin(self._deliver())
         if self._ended or self._failure is not None:
             self._wake()
+
+    @property
+    def _cut_off(self) -> bool:
+        """A compressed answer has its end in itself."""
+        return self._decoding and not self._decoder.eof
 
     def _begin(self, delivery: Coroutine[Any, None, None]) -> None:
         """Run the delivery as far as it goes without waiting."""
@@ -205,7 +217,7 @@ class Exchange:
     async def _deliver(self) -> None:
         if not self._head_passed:
             self._head_passed = True
-            await self._receiver.head(self._parser.get_status_code(), answer_headers(self._headers))
+            await self._receiver.head(self._status, answer_headers(self._headers))
         while self._parts:
             data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
             self._parts.clear()
@@ -215,16 +227,18 @@ class Exchange:
                 await self._decode(data)
 
     async def _decode(self, data: bytes) -> None:
+        self._decoding = True
         try:
             while data:
                 piece = self._decoder.decompress(data, PIECE_BYTES_MAX)
                 data = self._decoder.unconsumed_tail
                 if piece:
                     await self._receiver.body(piece)
+                if self._decoder.unused_data:  # gzip may come in several members
+                    data = self._decoder.unused_data
+                    self._decoder = zlib.decompressobj(self._coding_bits or _GZIP)
         except zlib.error as error:
             raise UpstreamFailed(f"the answer cannot be decoded: {error}") from error
-        if self._ended and not self._parts and not self._decoder.eof:
-            raise UpstreamFailed("the compressed answer is cut off")
 
     # -- ends and limits -----------------------------------------------------------------------------------------
 
@@ -257,6 +271,8 @@ class Exchange:
     def _on_timer(self) -> None:
         """One timer for the whole answer: progress only moves `_due`, and the timer finds out when it gets there."""
         now = self._loop.time()
+        if self._ended:
+            return
         if self._suspended is not None:
             self._timer = self._loop.call_at(now + self._limits.idle_seconds, self._on_timer)
         elif now < self._due:

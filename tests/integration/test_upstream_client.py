@@ -625,6 +625,131 @@ async def test_a_wave_of_cancelled_calls_leaves_a_working_client() -> None:
         assert len(client_transports()) <= 40
 
 
+@pytest.mark.parametrize("how", ["cancelled", "failed"])
+async def test_a_connection_left_unread_is_not_used_again(how: str) -> None:
+    """The answer's end comes in the same read as a delivery that a slow client suspends, and then the client leaves."""
+
+    async def script(peer: Connection) -> None:
+        while True:
+            await peer.request()
+            await peer.send(STREAM_HEAD + chunk(EVENT) + LAST_CHUNK)
+
+    class Stuck(Sink):
+        def __init__(self) -> None:
+            super().__init__()
+            self.waits = asyncio.get_running_loop().create_future()
+            self.reached = asyncio.Event()
+
+        async def body(self, data: bytes) -> None:
+            self.reached.set()
+            await self.waits
+
+    async with engine(script) as server, client(UpstreamLimits(LONG, 2, LONG, LONG)) as upstream:
+        stuck = Stuck()
+        task = asyncio.create_task(upstream.exchange(call(server.url), stuck))
+        await stuck.reached.wait()
+        if how == "cancelled":
+            task.cancel()
+        else:
+            stuck.waits.set_exception(ConnectionResetError("client"))
+        await asyncio.gather(task, return_exceptions=True)
+        sink = Sink()
+        await upstream.exchange(call(server.url), sink)
+        assert sink.data == EVENT
+        assert len(server.connections) == 2
+
+
+@pytest.mark.parametrize("behind", [b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n", b"HTTP/1.1 2", b"\0\0"])
+async def test_bytes_behind_an_answer_do_not_change_it(behind: bytes) -> None:
+    async def script(peer: Connection) -> None:
+        await peer.request()
+        await peer.send(b"HTTP/1.1 404 Not Found\r\ncontent-length: 4\r\n\r\nnope" + behind)
+        await peer.until_gone()
+
+    async with engine(script) as server, client() as upstream:
+        sink = Sink()
+        await upstream.exchange(call(server.url), sink)
+        assert (sink.status, sink.data) == (404, b"nope")
+        await asyncio.wait_for(server.connections[0].gone.wait(), 10)
+
+
+async def test_a_receiver_that_has_raised_is_not_called_again() -> None:
+    async def script(peer: Connection) -> None:
+        await peer.request()
+        await peer.send(STREAM_HEAD, chunk(EVENT), chunk(EVENT), LAST_CHUNK)
+        await peer.until_gone()
+
+    class Broken(Sink):
+        calls = 0
+
+        async def body(self, data: bytes) -> None:
+            self.calls += 1
+            raise RuntimeError(self.calls)
+
+    async with engine(script) as server, client() as upstream:
+        sink = Broken()
+        with pytest.raises(RuntimeError, match="1"):
+            await upstream.exchange(call(server.url), sink)
+        assert sink.calls == 1
+
+
+async def test_of_a_head_that_is_too_long_nothing_is_passed_on() -> None:
+    async def script(peer: Connection) -> None:
+        await peer.request()
+        await peer.send(b"HTTP/1.1 200 OK\r\n" + b"x: y\r\n" * 110 + b"content-length: 2\r\n\r\n{}")
+        await peer.until_gone()
+
+    async with engine(script) as server, client() as upstream:
+        sink = Sink()
+        await failing(upstream, server.url, sink)
+        assert (sink.status, sink.data) == (0, b"")
+
+
+async def test_trailers_without_end_are_a_failure() -> None:
+    async def script(peer: Connection) -> None:
+        await peer.request()
+        await peer.send(STREAM_HEAD, chunk(EVENT), b"0\r\nx: ")
+        while True:
+            await peer.send(b"y" * 65_536)
+
+    async with engine(script) as server, client() as upstream:
+        error = await failing(upstream, server.url, Sink())
+        assert "too long" in error.detail
+
+
+@pytest.mark.parametrize("end", ["chunk in a later read", "closed"])
+async def test_a_compressed_answer_that_is_cut_off_fails(end: str) -> None:
+    packed = gzip.compress(EVENT * 50)[:-9]
+    head = b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\n"
+
+    async def script(peer: Connection) -> None:
+        await peer.request()
+        if end == "closed":
+            await peer.send(head + b"\r\n" + packed)
+            return
+        await peer.send(head + b"transfer-encoding: chunked\r\n\r\n" + chunk(packed))
+        await asyncio.sleep(0.05)
+        await peer.send(LAST_CHUNK)
+        await peer.until_gone()
+
+    async with engine(script) as server, client() as upstream:
+        assert "cut off" in (await failing(upstream, server.url, Sink())).detail
+
+
+async def test_all_members_of_a_compressed_answer_are_decoded() -> None:
+    async def script(peer: Connection) -> None:
+        await peer.request()
+        packed = gzip.compress(b"{") + gzip.compress(b"}")
+        head = b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-length: %d\r\n\r\n" % len(packed)
+        await peer.send(head + packed)
+        await peer.until_gone()
+
+    async with engine(script) as server, client() as upstream:
+        sink = Sink()
+        await upstream.exchange(call(server.url), sink)
+        assert sink.data == b"{}"
+
+
 async def test_a_closed_client_sends_nothing() -> None:
     async with client() as upstream:
         await upstream.close()

@@ -144,3 +144,32 @@ def test_a_whole_answer_that_is_no_json() -> None:
 )
 def test_a_refusal_is_counted_by_status_and_code(status: int, header: str, body: bytes, code: str) -> None:
     assert error_code(status, header, body) == code
+
+
+def test_lines_may_end_with_cr_lf_however_they_are_cut() -> None:
+    whole = (
+        b'data: {"choices":[{"delta":{"content":"a"},"finish_reason":null}]}\r\n\r\n'
+        b'data: {"choices":[{"delta":{"content":"b"},"finish_reason":"stop"}]}\r\n\r\ndata: [DONE]\r\n\r\n'
+    )
+    for cut in range(len(whole)):
+        stream = EventStream()
+        assert stream.feed(whole[:cut]) + stream.feed(whole[cut:]) == 2
+        assert stream.problem() == ""
+
+
+@pytest.mark.parametrize(
+    "choice", ['"text"', '{"delta":"text"}', '{"finish_reason":["stop"]}', '{"finish_reason":7}']
+)
+def test_an_event_of_another_shape_is_a_bad_answer(choice: str) -> None:
+    with pytest.raises(BadAnswer):
+        EventStream().feed(f'data: {{"choices":[{choice}]}}\n\n'.encode())
+
+
+@pytest.mark.parametrize(
+    "body", [b"[" * 100_000, b'{"choices":["text"]}', b'{"choices":[{"finish_reason":[]}]}']
+)
+def test_a_whole_answer_of_another_shape_is_a_bad_answer(body: bytes) -> None:
+    answer = WholeAnswer()
+    answer.feed(body)
+    with pytest.raises(BadAnswer):
+        answer.problem()

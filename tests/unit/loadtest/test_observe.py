@@ -135,7 +135,7 @@ async def test_a_gateway_that_does_not_answer_is_not_clean(monkeypatch: pytest.M
         await observer.close()
 
     assert observer.observations.left_over == dict.fromkeys(observe.STATE_COUNTS, -1)
-    assert observer.observations.missed == 2
+    assert observer.observations.missed == 3
     assert not observer.observations.engines[url][0].up
 
 
