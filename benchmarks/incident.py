@@ -33,8 +33,6 @@ ENGINE = (
 )
 OWN_LIMITS = ("--watermark", "0.1", "--max-num-queued-reqs", "40")
 """vLLM's: a tenth of the blocks stays free for what runs, and about ten calls wait behind thirty that run."""
-NICE = 10
-"""Of engines and clients in the surges: they stand in for other machines, and the gateway alone is measured."""
 KEYS = ("ada", "bob", "cyd", "dan")
 SETTINGS: dict[str, Any] = {
     "queue": {"depth_max": 10, "seconds_max": 2.5},  # below the clients' 3 s: they hear when to come back
@@ -61,10 +59,10 @@ def run_direct(folder: Path, label: str, engine_options: tuple[str, ...], option
         return load("incident", folder / label, label, *direct(engines), *options)
 
 
-def run_gated(folder: Path, scenario: str, label: str, options: list[str], nice: int = 0) -> Report:
-    with fleet(POOLS, *ENGINE, nice=nice) as engines, gateway(engines, KEYS, SETTINGS) as gate:
+def run_gated(folder: Path, scenario: str, label: str, options: list[str]) -> Report:
+    with fleet(POOLS, *ENGINE) as engines, gateway(engines, KEYS, SETTINGS) as gate:
         watched = [option for url in engines.all_urls for option in ("--engine", url)]
-        return load(scenario, folder / label, label, *watched, *options, gate=gate, nice=nice)
+        return load(scenario, folder / label, label, *watched, *options, gate=gate)
 
 
 def direct(engines: Fleet) -> list[str]:
@@ -127,7 +125,7 @@ def main() -> int:
         run_direct(folder, "vLLM's own limits", OWN_LIMITS, options),
         run_gated(folder, "incident", "kvgate", options),
     ]
-    surges = [run_gated(folder, name, name, options, NICE) for name in ("surge", "surge-large")]
+    surges = [run_gated(folder, name, name, options) for name in ("surge", "surge-large")]
     files = [str(folder / run["label"] / "report.json") for run in runs]
     picture = ["--picture", str(parsed.svg)] if parsed.svg else []
     subprocess.run([*KVGATE, "loadtest", "--compare", *files, "--report", str(folder), *picture], check=True)

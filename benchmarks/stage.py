@@ -59,17 +59,12 @@ class Gateway:
 
 
 @contextmanager
-def fleet(pools: Sequence[Pool], *options: str, nice: int = 0) -> Iterator[Fleet]:
-    """Mock engines, each a process of its own as real ones are; `options` are those of `kvgate mock`.
-
-    `nice`, here and in `load`, makes what stands in for other machines give way to what is measured.
-    """
+def fleet(pools: Sequence[Pool], *options: str) -> Iterator[Fleet]:
+    """Mock engines, each a process of its own as real ones are; `options` are those of `kvgate mock`."""
     with ExitStack() as stack:
 
         def engine() -> str:
-            process = stack.enter_context(
-                started("mock", "--port", "0", *options, stdout=subprocess.PIPE, nice=nice)
-            )
+            process = stack.enter_context(started("mock", "--port", "0", *options, stdout=subprocess.PIPE))
             assert process.stdout is not None
             line = process.stdout.readline().decode()
             return line[line.index("http://") :].strip()
@@ -105,7 +100,7 @@ def gateway(engines: Fleet, keys: Sequence[str], settings: Mapping[str, Any]) ->
 
 
 def load(
-    scenario: str, report: Path, label: str, *options: str, gate: Gateway | None = None, nice: int = 0
+    scenario: str, report: Path, label: str, *options: str, gate: Gateway | None = None
 ) -> dict[str, Any]:
     """Run a scenario; the report it wrote."""
     environment = dict(os.environ)
@@ -116,7 +111,6 @@ def load(
         environment["KVGATE_ADMIN_TOKEN"] = ADMIN_TOKEN
         options = ("--url", gate.url, "--admin", gate.url, *options)
     command = [
-        *_nice(nice),
         *KVGATE,
         "loadtest",
         "--scenario",
@@ -133,12 +127,10 @@ def load(
 
 
 @contextmanager
-def started(
-    command: str, *options: str, stdout: int | None = None, nice: int = 0
-) -> Iterator["subprocess.Popen[bytes]"]:
+def started(command: str, *options: str, stdout: int | None = None) -> Iterator["subprocess.Popen[bytes]"]:
     """`kvgate COMMAND`, ended with the block."""
     environment = os.environ | {"KVGATE_ADMIN_TOKEN": ADMIN_TOKEN}
-    process = subprocess.Popen([*_nice(nice), *KVGATE, command, *options], stdout=stdout, env=environment)
+    process = subprocess.Popen([*KVGATE, command, *options], stdout=stdout, env=environment)
     try:
         yield process
     finally:
@@ -150,10 +142,6 @@ def started(
             process.wait()
         if process.stdout is not None:
             process.stdout.close()
-
-
-def _nice(level: int) -> list[str]:
-    return ["nice", "-n", str(level)] if level else []
 
 
 def _until_ready(url: str) -> None:
