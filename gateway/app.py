@@ -24,8 +24,8 @@ from gateway.http.admin import create_api
 from gateway.http.auth import Key, Keyring, KeyringWatch, anonymous
 from gateway.http.errors import safe_request_id
 from gateway.http.proxy import Calls, ClassTerms, EdgeSettings, Proxy
-from gateway.ledger.connection import StoreAway
 from gateway.ledger.valkey import HoldLimits, ValkeyLedger
+from gateway.ledger.wire import StoreAway
 from gateway.telemetry.logs import CallLog
 from gateway.telemetry.prometheus import CONTENT_TYPE, Metrics
 from gateway.tokens.tiktoken_counter import TiktokenCounter

@@ -3,8 +3,8 @@ needs, numbered, and sent again as they were after any failure."""
 
 import logging
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -23,7 +23,7 @@ Done = Callable[[Result], None]
 class Op:
     arguments: list[Any]
     done: Done
-    """Gets the result on the channel's task; must not block."""
+    """Gets the result where the reply arrives; must not block."""
 
     def finish(self, result: Result) -> None:
         """A failure here is this op's own: the results of the others are handed out all the same."""
@@ -39,8 +39,6 @@ class Reply:
     policy: int = 0
     """Number of the settings that the store has now."""
     more: bool = False
-    outbox: list[tuple[str, str]] = field(default_factory=list)
-    """Grants not claimed yet: id and replica."""
 
 
 @dataclass(slots=True)
@@ -50,14 +48,16 @@ class _Batch:
 
 
 class Channel:
-    """Ops go in from request tasks, synchronously; `exchange` is called by one task only.
+    """Ops go in from request tasks, synchronously; `send` is called while no other batch is on its way.
 
     A settle is only put in after `drop` took back what was not sent of its id, so that no op of an id follows its
     settle, and an admit and the settle of one id never share a batch.
     """
 
-    def __init__(self, wake_prefix: str) -> None:
+    def __init__(self, wake_prefix: str, offer: Callable[[str, str], None]) -> None:
+        """`offer` gets the outbox, grants not claimed yet, after a batch's results: id and replica."""
         self._wake_prefix = wake_prefix
+        self._offer = offer
         self._frees: deque[Op] = deque()
         self._moves: dict[tuple[str, str], Op] = {}
         self._admits: dict[str, Op] = {}
@@ -109,15 +109,23 @@ class Channel:
         self._batch = None
         self._number = 0
 
-    async def exchange(self, connection: Connection, owner: str, heartbeat: Callable[[], Op | None]) -> Reply:
-        """Send one batch, the unanswered one if there is one, and hand its results out.  Raises StoreAway."""
+    def send(
+        self, connection: Connection, owner: str, heartbeat: Callable[[], Op | None]
+    ) -> Awaitable[Reply]:
+        """Send one batch now, the unanswered one if there is one.  Its results are handed out where the reply arrives,
+        before the caller's own task runs.  Raises StoreAway when awaited.
+        """
         if self._batch is None:
             self._number += 1
             self._batch = _Batch(self._number, self._gather(heartbeat()))
-        batch = self._batch
-        packed = [msgspec.msgpack.encode(op.arguments) for op in batch.ops]
-        raw = await connection.evaluate("step", "", owner, batch.number, self._wake_prefix, *packed)
-        reply = decode_text(raw)
+        packed = [msgspec.msgpack.encode(op.arguments) for op in self._batch.ops]
+        return connection.evaluate(
+            "step", "", owner, self._batch.number, self._wake_prefix, *packed, take=self._take
+        )
+
+    def _take(self, raw: Any) -> Reply:
+        assert self._batch is not None
+        batch, reply = self._batch, decode_text(raw)
         if reply[0] == "epoch":
             batch.ops = [op for op in batch.ops if op.arguments[0] != "Y"]  # it spoke of the epoch before
         if reply[0] != "ok":
@@ -127,7 +135,9 @@ class Channel:
         self._batch = None
         for op, result in paired:
             op.finish(result)
-        return Reply("ok", policy, bool(more), list(zip(outbox[::2], outbox[1::2], strict=True)))
+        for id_, replica in zip(outbox[::2], outbox[1::2], strict=True):
+            self._offer(id_, replica)
+        return Reply("ok", policy, bool(more))
 
     def _gather(self, heartbeat: Op | None) -> list[Op]:
         ops = [heartbeat] if heartbeat else []

@@ -3,9 +3,10 @@
 import asyncio
 import contextlib
 import logging
+import re
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import redis.asyncio
 from redis.asyncio.retry import Retry
@@ -14,6 +15,7 @@ from redis.exceptions import RedisError
 
 from gateway.core.events import Observer, StoreAnswered
 from gateway.ledger.scripts import fleet_keys, load
+from gateway.ledger.wire import StoreAway, Take, Wire, connect
 
 log = logging.getLogger(__name__)
 
@@ -21,12 +23,7 @@ SCRIPTS = ("step", "hello", "configure", "page", "snapshot")
 REPLY_SECONDS = 1.0
 """A store that has not answered by then is away; commands are idempotent, so they are simply sent again."""
 LISTEN_AGAIN_SECONDS = 0.25
-
-T = TypeVar("T")
-
-
-class StoreAway(Exception):
-    """The store refused, broke off or was late."""
+_RUN_ID = re.compile(rb"run_id:(\w+)")
 
 
 def new_client(url: str) -> redis.asyncio.Redis:
@@ -74,7 +71,7 @@ async def listen(url: str, channel: str, heard: Callable[[], None]) -> None:
 
 
 class Connection:
-    """Used by one task at a time."""
+    """Used by one task at a time, but for `evaluate` itself, which only sends."""
 
     def __init__(
         self, url: str, fleet: str, observer: Observer, reply_seconds: float = REPLY_SECONDS
@@ -85,38 +82,38 @@ class Connection:
         self._keys = fleet_keys(fleet)
         self._observer = observer
         self._reply_seconds = reply_seconds
-        self._client: redis.asyncio.Redis | None = None
+        self._wire = Wire()
 
     async def open(self) -> None:
         """Connect, load the scripts and learn the run id, in one round trip.  Raises StoreAway."""
-        await self.close()
-        client = self._client = new_client(self._url)
-        pipeline = client.pipeline(transaction=False)
-        for name in SCRIPTS:
-            pipeline.execute_command("SCRIPT LOAD", load(name).text)
-        pipeline.execute_command("INFO", "server")
-        replies = await self._answered(pipeline.execute())
-        self.run_id = str(replies[-1]["run_id"])
-
-    async def close(self) -> None:
-        client, self._client = self._client, None
-        if client:
-            await close_client(client)
-
-    async def evaluate(self, script: str, *arguments: Any) -> Any:
-        """Run a script on the fleet's keys.  Raises StoreAway."""
-        if self._client is None:
-            raise StoreAway("not connected")
-        command = ("EVALSHA", load(script).sha, len(self._keys), *self._keys, *arguments)
-        return await self._answered(self._client.execute_command(*command))  # type: ignore[no-untyped-call]
-
-    async def _answered(self, reply: Awaitable[T]) -> T:
-        started = time.monotonic()
+        self.close()
         try:
             async with asyncio.timeout(self._reply_seconds):
-                answer = await reply
-        except (RedisError, OSError, TimeoutError) as failure:
-            await self.close()
+                wire = self._wire = await connect(self._url)
+                loads = [wire.submit(("SCRIPT", "LOAD", load(name).text)) for name in SCRIPTS]
+                *_, info = await asyncio.gather(*loads, wire.submit(("INFO", "server")))
+        except (OSError, TimeoutError) as failure:
+            self.close()
             raise StoreAway(f"{type(failure).__name__}: {failure}") from failure
-        self._observer(StoreAnswered((time.monotonic() - started) * 1000))
+        self.run_id = _RUN_ID.findall(info)[0].decode()
+
+    def close(self) -> None:
+        self._wire.end("closed by this side")
+
+    def evaluate(self, script: str, *arguments: Any, take: Take | None = None) -> Awaitable[Any]:
+        """Run a script on the fleet's keys; it is sent before this returns.
+
+        `take` gets the reply as it arrives, its result is what the caller awaits.  Raises StoreAway when awaited.
+        """
+        command = ("EVALSHA", load(script).sha, len(self._keys), *self._keys, *arguments)
+        loop, wire, started = asyncio.get_running_loop(), self._wire, time.monotonic()
+        late = loop.call_later(self._reply_seconds, wire.end, f"no reply within {self._reply_seconds:g} s")
+
+        def taken(reply: Any) -> Any:
+            late.cancel()
+            self._observer(StoreAnswered((time.monotonic() - started) * 1000))
+            return take(reply) if take else reply
+
+        answer = wire.submit(command, taken)
+        answer.add_done_callback(lambda _: late.cancel())
         return answer

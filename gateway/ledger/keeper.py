@@ -1,18 +1,18 @@
 """Keeps one fleet's channel alive: connects, says hello, sends batches and heartbeats, heals, and does it all again."""
 
 import asyncio
-import contextlib
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from gateway.core.books import FleetConfig
 from gateway.core.events import LeaseLost, Observer, StoreUp
 from gateway.ledger.channel import Op, Reply, Result
-from gateway.ledger.connection import Connection, StoreAway, listen
+from gateway.ledger.connection import Connection, listen
 from gateway.ledger.records import config_arguments, decode_text
+from gateway.ledger.wire import StoreAway
 
 if TYPE_CHECKING:
     from gateway.ledger.valkey import ValkeyLedger
@@ -33,7 +33,7 @@ LOG_SECONDS = 10.0
 
 
 class Keeper:
-    """`run` is the only task that uses the connection, so batches, configuration and paging never overlap."""
+    """`run` is the only task that waits for the connection, so batches, configuration and paging never overlap."""
 
     def __init__(
         self,
@@ -55,6 +55,9 @@ class Keeper:
         self._known_run = ""
         """The server process that last carried a batch of ours out."""
         self._work = asyncio.Event()
+        self._resting = False
+        """The task waits for work, so a batch can be sent for it."""
+        self._sent: Awaitable[Reply] | None = None
         self._idle = asyncio.Event()
         self._configure = False
         self._observed: dict[str, bool] = {}
@@ -90,8 +93,11 @@ class Keeper:
         return self._sent_at is not None and self._now() - self._sent_at > SLOW_SECONDS
 
     def wake(self) -> None:
+        """There is something to send: while nothing else is on its way it goes now, a turn of the loop may be long."""
         self._idle.clear()
         self._work.set()
+        if self._resting and self._ledger.channel.busy:
+            self._send()
 
     def reconfigure(self) -> None:
         self._configure = True
@@ -124,8 +130,8 @@ class Keeper:
                 self._differs = True
                 self._note_away(f"an internal error, {failure!r}", with_traceback=True)
             finally:
-                self._sent_at = None
-                await self._connection.close()
+                self._sent = self._sent_at = None
+                self._connection.close()
             await asyncio.sleep(PAUSES_SECONDS[min(self._failures, len(PAUSES_SECONDS) - 1)])
             self._failures += 1
 
@@ -174,15 +180,22 @@ class Keeper:
                 await self._rest()
 
     async def _exchange(self) -> Reply:
-        self._sent_at = self._now()
-        reply = await self._ledger.channel.exchange(self._connection, self._owner, self._heartbeat)
-        self._sent_at = None
+        if self._sent is None:
+            self._send()
+        assert self._sent is not None
+        reply = await self._sent
+        self._sent = self._sent_at = None
         self._note_up()
         if reply.status == "ok":
             self._notice_policy(reply.policy)
             self._batches += 1
             self._known_run = self._connection.run_id
         return reply
+
+    def _send(self) -> None:
+        self._resting = False
+        self._sent_at = self._now()
+        self._sent = self._ledger.channel.send(self._connection, self._owner, self._heartbeat)
 
     def _notice_policy(self, policy: int) -> None:
         if policy != self._policy:
@@ -199,8 +212,6 @@ class Keeper:
         elif reply.status == "unconfigured":
             await self._send_config()
             self._untold.update(self._observed)
-        for id_, replica in reply.outbox:
-            self._ledger.offer(id_, replica)
         if self._differs and not self._ledger.channel.unanswered:
             await self._compare()
         if self._configure:
@@ -211,9 +222,14 @@ class Keeper:
         """Until there is something to send, or the next heartbeat is due."""
         if not self._ledger.channel.busy and not self._differs:
             self._idle.set()
-            with contextlib.suppress(TimeoutError):
+            self._resting = True
+            try:
                 async with asyncio.timeout(max(self._beat_at - self._now(), 0)):
                     await self._work.wait()
+            except TimeoutError:
+                pass
+            finally:
+                self._resting = False
         self._work.clear()
 
     def _heartbeat(self) -> Op | None:

@@ -8,9 +8,10 @@ from typing import Any
 import redis.asyncio
 from redis.exceptions import RedisError
 
-from gateway.ledger.connection import REPLY_SECONDS, StoreAway, new_client
+from gateway.ledger.connection import REPLY_SECONDS, new_client
 from gateway.ledger.records import decode_record
 from gateway.ledger.scripts import KEY_NAMES, fleet_keys, load
+from gateway.ledger.wire import StoreAway
 
 PAGE_SIZE = 500
 READ_SECONDS = 2.0

@@ -79,7 +79,7 @@ class ValkeyLedger:
         self._claimed_sum = 0
         self._known: dict[tuple[str, str], _Known] = {}
         prefix = key_prefix(fleet) + "wake:"
-        self.channel = Channel(prefix)
+        self.channel = Channel(prefix, self.offer)
         self._keeper = Keeper(
             self, Connection(url, fleet, observer, reply_seconds), url, prefix, config, observer
         )

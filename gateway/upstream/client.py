@@ -6,6 +6,7 @@ here (`exchange.py`), and one more call costs httpx 9 ms when 2,400 streams are 
 
 import asyncio
 import ssl
+import time
 from functools import lru_cache
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -14,6 +15,8 @@ from gateway.upstream.api import Receiver, Upstream, UpstreamFailed, UpstreamReq
 from gateway.upstream.exchange import Exchange
 from gateway.upstream.limits import IDLE_CONNECTIONS_MAX, KEEPALIVE_SECONDS, UpstreamLimits
 
+STALE_SECONDS = 1.0
+"""A kept connection that ends this soon after a request, without a byte, was closed before the request arrived."""
 _ONE_WRITE_BYTES_MAX = 65_536
 """A smaller body goes out with its head; a larger one is not copied."""
 
@@ -39,6 +42,8 @@ class EngineConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._exchange: Exchange | None = None
         self._keeping: asyncio.TimerHandle | None = None
+        self.stale = False
+        """The last request met a connection that the engine was closing: nobody has read it."""
 
     @property
     def usable(self) -> bool:
@@ -48,6 +53,7 @@ class EngineConnection(asyncio.Protocol):
         """Send, and pass the answer on.  The connection is kept when it is fit for another call, else closed."""
         assert self._transport is not None
         exchange = self._exchange = Exchange(self._transport, receiver, limits)
+        sent_at = time.monotonic()
         try:
             if len(body) <= _ONE_WRITE_BYTES_MAX:
                 self._transport.write(request + body)
@@ -57,6 +63,7 @@ class EngineConnection(asyncio.Protocol):
             await exchange.finish()
         finally:
             self._exchange = None
+            self.stale = exchange.unheard and time.monotonic() - sent_at < STALE_SECONDS
             if exchange.reusable and self.usable and len(self._idle) < IDLE_CONNECTIONS_MAX:
                 self._keep()
             else:
@@ -107,9 +114,9 @@ class EngineConnection(asyncio.Protocol):
 class EngineClient(Upstream):
     """Implements `Upstream`.
 
-    Connections are not limited here: admission bounds the calls, and so the connections.  A call is sent once, whether
-    to try elsewhere is the caller's decision.  The proxy settings of the environment and cookies are ignored; a
-    redirect is a failure.
+    Connections are not limited here: admission bounds the calls, and so the connections.  A call is sent once, again
+    only where a kept connection was being closed as it left; to try elsewhere is the caller's decision.  The proxy
+    settings of the environment and cookies are ignored; a redirect is a failure.
     """
 
     def __init__(self, limits: UpstreamLimits, *, ca_file: str | None = None) -> None:
@@ -125,7 +132,18 @@ class EngineClient(Upstream):
         if self._closed:
             raise UpstreamFailed("the upstream client is closed", connecting=True)
         origin = _origin(request.url)
-        connection = self._kept(origin) or await self._connect(origin)
+        kept = self._kept(origin)
+        if kept is not None:
+            try:
+                return await self._exchange(kept, origin, request, receiver)
+            except UpstreamFailed:
+                if not kept.stale:
+                    raise
+        await self._exchange(await self._connect(origin), origin, request, receiver)
+
+    async def _exchange(
+        self, connection: EngineConnection, origin: Origin, request: UpstreamRequest, receiver: Receiver
+    ) -> None:
         self._busy.add(connection)
         try:
             await connection.exchange(_head(origin, request), request.body, receiver, self._limits)

@@ -45,6 +45,8 @@ class Exchange:
         self._status = 0
         self._unread_bytes = 0
         """Of a head or of trailers, since the last byte that got anything further."""
+        self._heard = False
+        self._closed = False
         self._head_complete = False
         self._head_refused = False
         self._head_passed = False
@@ -71,6 +73,11 @@ class Exchange:
         clean = self._ended and self._keeps_alive and self._failure is None and self._error is None
         # A delivery that was not finished has left the socket unread, which nobody would undo.
         return clean and self._suspended is None and not self._transport.get_write_buffer_size()
+
+    @property
+    def unheard(self) -> bool:
+        """The connection ended without a byte of an answer."""
+        return self._closed and not self._heard
 
     async def finish(self) -> None:
         """Return at the answer's proper end, when all was passed on.
@@ -102,6 +109,7 @@ class Exchange:
         if self._ended:
             self._keeps_alive = False  # nobody asked for this
             return
+        self._heard = True
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -118,6 +126,7 @@ class Exchange:
     def lost(self, error: Exception | None) -> None:
         """The connection is gone, in good order or not: for an answer without a length that is its end."""
         self._keeps_alive = False
+        self._closed = True
         if self._ended or self._failure is not None:
             return
         if self._until_eof and error is None:

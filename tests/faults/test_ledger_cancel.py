@@ -31,16 +31,21 @@ async def nothing_left(w, m):
 
 
 async def test_before_the_admit_was_sent(path):
+    """Another one's is on its way."""
     async with world(path, 100) as w:
         m = await w.join()
-        ask = m.open(10)
+        first, ask = m.open(10), m.open(10)
+        task = asyncio.create_task(first.granted())
         call = ask.granted()
+        await asyncio.sleep(0)
         call.send(None)  # as far as its first wait
         assert m.ledger.channel.busy
         call.close()
         ask.settle(None, None)
-        assert m.ledger.inflight == 0
-        assert not m.ledger.channel.busy
+        assert m.ledger.inflight == 1
+        assert isinstance(await task, Grant)
+        assert w.states() == {first.id: "reserved"}
+        first.settle(None, None)
         await nothing_left(w, m)
 
 

@@ -5,8 +5,9 @@ import asyncio
 import pytest
 
 from gateway.ledger.api import Grant
-from gateway.ledger.connection import Connection, StoreAway
+from gateway.ledger.connection import Connection
 from gateway.ledger.scripts import load
+from gateway.ledger.wire import StoreAway
 from tests.faults.proxy import store_proxy
 from tests.integration.ledger_world import eventually, running_store, world
 

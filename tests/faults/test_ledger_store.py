@@ -135,7 +135,7 @@ async def test_a_store_that_lost_its_data_is_told_everything_again_before_it_adm
         off = await first.open(30, queue_max=0).granted()
         assert off.code is Code.STORE_UNAVAILABLE
         assert off.retry_ms
-        assert w.states()[late.id] == "queued"
+        await eventually(lambda: w.states().get(late.id) == "queued")
         await proxy.open()
         await eventually(lambda: first.ledger.ready and second.ledger.ready)
         await eventually(lambda: w.states().get(ticket.id) == "queued")

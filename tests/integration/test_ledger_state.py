@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from gateway.ledger.connection import StoreAway
+from gateway.ledger.wire import StoreAway
 from tests.integration.ledger_world import eventually, running_store, world
 
 

@@ -200,18 +200,54 @@ async def test_a_large_body_arrives_whole(size: int) -> None:
         assert b"content-type" not in server.requests[0][0].lower()
 
 
-async def test_a_kept_connection_that_the_engine_closed_fails_once_and_is_not_sent_again() -> None:
-    async def script(peer: Connection) -> None:
-        await peer.request()
-        await peer.send(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
-        await peer.request()
+async def answer_once_then_close(peer: Connection) -> None:
+    """As an engine whose keep-alive time ends just as the next request is on its way."""
+    await peer.request()
+    await peer.send(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+    await peer.request()
 
-    async with engine(script) as server, client() as upstream:
+
+async def test_a_request_that_met_a_closing_connection_is_sent_again_on_a_new_one() -> None:
+    async with engine(answer_once_then_close) as server, client() as upstream:
+        await upstream.exchange(call(server.url), Sink())
+        sink = Sink()
+        await upstream.exchange(call(server.url), sink)
+        assert sink.data == b"{}"
+        assert len(server.connections) == 2
+
+
+async def test_a_request_is_not_sent_again_once_an_engine_may_have_worked_on_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("gateway.upstream.client.STALE_SECONDS", 0.0)
+    async with engine(answer_once_then_close) as server, client() as upstream:
         await upstream.exchange(call(server.url), Sink())
         error = await failing(upstream, server.url, Sink())
         assert not error.connecting
         assert not error.timed_out
         assert len(server.requests) == 2
+
+
+async def test_a_request_is_not_sent_again_after_the_first_byte_of_an_answer() -> None:
+    async def script(peer: Connection) -> None:
+        await peer.request()
+        await peer.send(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+        await peer.request()
+        await peer.send(b"HTTP/1.1 2")
+
+    async with engine(script) as server, client() as upstream:
+        await upstream.exchange(call(server.url), Sink())
+        await failing(upstream, server.url, Sink())
+        assert len(server.requests) == 2
+
+
+async def test_a_new_connection_that_closes_without_a_byte_is_not_tried_again() -> None:
+    async def script(peer: Connection) -> None:
+        await peer.request()
+
+    async with engine(script) as server, client() as upstream:
+        await failing(upstream, server.url, Sink())
+        assert len(server.requests) == 1
 
 
 async def test_a_connection_closed_while_idle_is_not_used() -> None:

@@ -5,7 +5,7 @@ import pytest
 
 from gateway.core.order import BATCH_OPS
 from gateway.ledger.channel import Channel, Op
-from gateway.ledger.connection import StoreAway
+from gateway.ledger.wire import StoreAway
 
 OWNER = "owner"
 
@@ -17,14 +17,15 @@ class Store:
         self.batches: list[tuple[int, list[list]]] = []
         self.answers: list = []
 
-    async def evaluate(self, script, now, owner, number, wake, *packed):
+    async def evaluate(self, script, now, owner, number, wake, *packed, take):
         assert (script, now, owner) == ("step", "", OWNER)
         ops = [msgspec.msgpack.decode(op) for op in packed]
         self.batches.append((number, ops))
         answer = self.answers.pop(0) if self.answers else None
         if isinstance(answer, Exception):
             raise answer
-        return answer or [b"ok", 1, 0, 1, 0, [[b"done", op[1].encode() if op[1:] else b""] for op in ops], []]
+        done = [[b"done", op[1].encode() if op[1:] else b""] for op in ops]
+        return take(answer or [b"ok", 1, 0, 1, 0, done, []])
 
     @property
     def letters(self):
@@ -33,7 +34,7 @@ class Store:
 
 @pytest.fixture
 def channel():
-    return Channel("wake:")
+    return Channel("wake:", lambda id_, replica: None)
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ def store():
 
 
 async def send(channel, store, heartbeat=None):
-    return await channel.exchange(store, OWNER, lambda: heartbeat)
+    return await channel.send(store, OWNER, lambda: heartbeat)
 
 
 def ignore(result):
@@ -154,11 +155,13 @@ async def test_an_answer_of_another_length_is_no_answer(channel, store):
     assert channel.unanswered
 
 
-async def test_grants_and_more_work_are_passed_on(channel, store):
+async def test_grants_and_more_work_are_passed_on(store):
+    offered = []
+    channel = Channel("wake:", lambda *grant: offered.append(grant))
     store.answers = [[b"ok", 1, 0, 1, 1, [], [b"aa", b"r0", b"bb", b"r1"]]]
     reply = await send(channel, store)
     assert reply.more
-    assert reply.outbox == [("aa", "r0"), ("bb", "r1")]
+    assert offered == [("aa", "r0"), ("bb", "r1")]
 
 
 async def test_a_new_owner_sends_nothing_of_the_old_one(channel, store):
