@@ -37,7 +37,7 @@ _TEXT_KEYS = {
     "thinking": "thinking",
 }
 _DIGIT = re.compile(rb"[0-9]")
-_ID_LIST_BYTES = b"0123456789, \t\r\n"
+_ID_BYTES = b"0123456789 \t\r\n"
 _TEMPLATE_FIELDS = ("documents", "chat_template", "chat_template_kwargs")
 """Fields of vLLM's chat API, beside messages and tools, that reach the prompt through the chat template."""
 
@@ -190,9 +190,11 @@ def _count_ids(members: Members) -> int:
     engine to say.
     """
     raw = members["prompt"].raw if "prompt" in members else b""
-    if raw.translate(None, _ID_LIST_BYTES) != b"[]" or not _DIGIT.search(raw):
+    marks = raw.translate(None, _ID_BYTES)
+    commas = len(marks) - 2
+    if marks != b"[%b]" % (b"," * commas) or not _DIGIT.search(raw):
         return 0
-    return raw.count(b",") + 1
+    return commas + 1
 
 
 def _read_prompt_list(prompt: list[Any]) -> tuple[Prompt, ...] | None:

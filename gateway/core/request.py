@@ -135,7 +135,7 @@ def _read_stream_options(members: Members, body: bytes) -> tuple[bool, Edit | No
     if "stream_options" not in members:
         return False, append_member(body, "stream_options", b'{"include_usage":true}')
     options = members["stream_options"]
-    if options.raw == b"null":
+    if options.is_null:
         return False, (options.start, options.end, b'{"include_usage":true}')
     if options.raw[:1] != b"{":
         message = f"`stream_options` must be an object, got {shown(options)}."
