@@ -396,3 +396,16 @@ async def test_a_result_that_cannot_be_taken_harms_no_other_call(path, caplog, m
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
+
+
+async def test_an_admit_leaves_in_the_turn_that_asks(path):
+    """While nothing else is on its way; under load a turn of the loop is a millisecond."""
+    async with world(path, 100) as w:
+        m = await w.join()
+        await eventually(lambda: not m.ledger.channel.busy)
+        call = (ask := m.open(10)).granted()
+        call.send(None)
+        assert m.ledger.channel.unanswered
+        call.close()
+        ask.settle(None, None)
+        await eventually(w.empty)
