@@ -53,6 +53,7 @@ class Fleet:
 
 @dataclass(frozen=True)
 class Gateway:
+    pid: int
     url: str
     keys: Mapping[str, str]
     """Secrets by name."""
@@ -74,7 +75,7 @@ def fleet(pools: Sequence[Pool], *options: str) -> Iterator[Fleet]:
 
 @contextmanager
 def gateway(engines: Fleet, keys: Sequence[str], settings: Mapping[str, Any]) -> Iterator[Gateway]:
-    """kvgate in front of the engines; `settings` are merged into its configuration, `fleet` into that of its fleet."""
+    """kvgate in front of the engines; `settings` are put over its configuration, `fleet` over that of its fleet."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         secrets = {name: new_key() for name in keys}
         entries = [{"name": name, "sha256": digest} for name, (_, digest) in secrets.items()]
@@ -84,19 +85,19 @@ def gateway(engines: Fleet, keys: Sequence[str], settings: Mapping[str, Any]) ->
             | ({"max_prompt_tokens": pool.max_prompt_tokens} if pool.max_prompt_tokens else {})
             for pool, urls in zip(engines.pools, engines.urls, strict=True)
         ]
-        document = {key: value for key, value in settings.items() if key != "fleet"} | {
+        document = {
             "store": {"url": "embedded"},
             "auth": {"keys_file": str(Path(folder, "keys.yaml"))},
             "log": {"level": "warning"},
             "fleets": [{"model": "demo", "pools": pools, **settings.get("fleet", {})}],
-        }
+        } | {key: value for key, value in settings.items() if key != "fleet"}
         config = Path(folder, "kvgate.yaml")
         config.write_text(yaml.safe_dump(document))
         port = _free_port()
-        stack.enter_context(started("serve", "--config", str(config), "--port", str(port)))
+        process = stack.enter_context(started("serve", "--config", str(config), "--port", str(port)))
         url = f"http://127.0.0.1:{port}"
         _until_ready(url)
-        yield Gateway(url, {name: secret for name, (secret, _) in secrets.items()})
+        yield Gateway(process.pid, url, {name: secret for name, (secret, _) in secrets.items()})
 
 
 def load(

@@ -99,6 +99,7 @@ class Exchange:
                     return
                 self._woken = self._loop.create_future()
         finally:
+            del self._parser  # it holds this object: the two would stay until the collector comes round
             self._timer.cancel()
             if self._suspended is not None:
                 self._suspended[0].close()
