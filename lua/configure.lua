@@ -6,25 +6,24 @@
 --     limit -1 = unknown: what the store has is kept
 --   'replica', name, 1 or 0: it answers, or it does not
 -- Reply: {'ok', epoch, clock, policy} | {'unconfigured'}
---- @include "lib/owners"
+--- @include "lib/dispatch"
 local NOW, WAKE, KIND = ARGV[1], ARGV[2], ARGV[3]
+local replicas = books.replicas
 
 -- No new placements; a call that a hold was for looks elsewhere.
-local function take_down(name, state)
-  local replica = replicas[name]
+local function take_down(replica, state)
   if replica.state ~= 'removed' then replica.state = state end
   replica.held_for = ''
-  store_replica(name)
-  meta.dirty = 1
+  books.store_replica(replica)
+  books.meta.dirty = 1
 end
 
 local function configure_replica(name, pool, limit, usable, sequences_max, prefill_max)
   local replica = replicas[name]
   local state = limit < 0 and 'down' or 'up'
   if not replica then
-    replica = {pool = pool, limit = 0, usable = 0, sequences_max = 0, prefill_max = 0, used = 0, sequences = 0,
-      prefill = 0, state = state, held_for = ''}
-    replicas[name] = replica
+    replica = {name = name, pool = pool, limit = 0, usable = 0, sequences_max = 0, prefill_max = 0, used = 0,
+      sequences = 0, prefill = 0, state = state, held_for = ''}
   end
   replica.pool = pool
   if replica.state == 'removed' then replica.state = state end
@@ -32,8 +31,14 @@ local function configure_replica(name, pool, limit, usable, sequences_max, prefi
     replica.limit, replica.usable = limit, usable
     replica.sequences_max, replica.prefill_max = sequences_max, prefill_max
   end
-  store_replica(name)
-  meta.dirty = 1
+  books.place_replica(name, replica)
+  books.meta.dirty = 1
+end
+
+local function forget_removed()
+  for name, replica in pairs(replicas) do
+    if replica.state == 'removed' and replica.sequences == 0 then books.place_replica(name, nil) end
+  end
 end
 
 local function configure_fleet(packed_replicas)
@@ -42,8 +47,8 @@ local function configure_fleet(packed_replicas)
     known[wanted[1]] = true
     configure_replica(unpack(wanted))
   end
-  for name in pairs(replicas) do
-    if not known[name] then take_down(name, 'removed') end
+  for name, replica in pairs(replicas) do
+    if not known[name] then take_down(replica, 'removed') end
   end
   forget_removed()
 end
@@ -51,24 +56,29 @@ end
 local function observe_replica(name, up)
   local replica = replicas[name]
   if not replica or replica.state == 'removed' then return end
-  if not up then return take_down(name, 'down') end
+  if not up then return take_down(replica, 'down') end
   replica.state = 'up'
-  store_replica(name)
-  meta.dirty = 1
+  books.store_replica(replica)
+  books.meta.dirty = 1
 end
 
-local packed_config = read_meta()
-if KIND == 'fleet' then
-  if packed_config ~= ARGV[4] or redis.call('HGET', META, 'wanted') ~= ARGV[5] then
-    redis.call('HSET', META, 'config', ARGV[4], 'wanted', ARGV[5])
-    meta.policy = meta.policy + 1
-  end
-  if not packed_config then meta.wall = -1 end
-  packed_config = ARGV[4]
+-- What the operator wants, as it came; another one than before is a new policy.
+local function adopt(known_config, packed_config, packed_replicas)
+  if not known_config then books.start() end
+  if packed_config == known_config and packed_replicas == redis.call('HGET', KEYS[1], 'wanted') then return end
+  books.set('config', packed_config)
+  books.set('wanted', packed_replicas)
+  books.set('policy', books.meta.policy + 1)
 end
-if not packed_config then return {'unconfigured'} end
-config = read_config(packed_config)
-open_books(time_of(NOW))
+
+local config = books.read_meta()
+if not config and KIND ~= 'fleet' then return {'unconfigured'} end
+if KIND == 'fleet' then
+  adopt(config, ARGV[4], ARGV[5])
+  config = ARGV[4]
+end
+books.open(config, NOW)
 if KIND == 'fleet' then configure_fleet(ARGV[5]) else observe_replica(ARGV[4], ARGV[5] == '1') end
-close_books(WAKE)
-return {'ok', meta.epoch, meta.clock, meta.policy}
+dispatch.run()
+books.write(WAKE)
+return {'ok', books.meta.epoch, books.meta.clock, books.meta.policy}

@@ -5,11 +5,11 @@
 --- @include "lib/owners"
 local NOW, OWNER = ARGV[1], ARGV[2]
 
-local packed_config = read_meta()
-if not packed_config then return {'unconfigured'} end
-config = read_config(packed_config)
-open_books(time_of(NOW))
-renew_lease(OWNER)
-store(sessions, OWNER, {batch = 0, told = meta.epoch, declared = 0, count = 0, sum = 0})
-write_books('')
+local config = books.read_meta()
+if not config then return {'unconfigured'} end
+books.open(config, NOW)
+local meta = books.meta
+owners.renew_lease(OWNER)
+rows.store(records.sessions, OWNER, {batch = 0, told = meta.epoch, declared = 0, count = 0, sum = 0})
+books.write('')
 return {'ok', meta.epoch, meta.clock, meta.policy, meta.run}

@@ -1,77 +1,108 @@
 #!lua flags=allow-oom
 -- One batch of one owner: the only script of the hot path.  All of an op happens or, when it is malformed, nothing.
--- ARGV: now (ms, '' = the server's TIME), owner, batch number, prefix of the wake channels, then one cmsgpack array an op.
+-- ARGV: now (ms, '' = the server's TIME), owner, batch number, prefix of the wake channels, then the ops, each a
+--   cmsgpack array of its letter and its arguments
 -- Reply: {'ok', epoch, clock, policy, more, results, outbox}
 --      | {'epoch', epoch, clock, policy}: the store was restarted, re-declare, then send the same batch again
 --      | {'fenced'} no such session | {'stale'} a later batch was executed | {'unconfigured'}
---- @include "commands/admit"
---- @include "commands/claim"
---- @include "commands/first_token"
---- @include "commands/resize"
---- @include "commands/move"
---- @include "commands/settle"
---- @include "commands/redeclare"
---- @include "commands/heartbeat"
---- @include "commands/declared"
---- @include "lib/check"
+--- @late "commands/admit"
+--- @late "commands/claim"
+--- @late "commands/first_token"
+--- @late "commands/resize"
+--- @late "commands/move"
+--- @late "commands/settle"
+--- @late "commands/redeclare"
+--- @late "commands/heartbeat"
+--- @late "commands/declared"
+--- @include "lib/dispatch"
+--- @include "lib/owners"
 local NOW, OWNER, BATCH, WAKE = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
-local FIRST_OP = 5
+local FIRST_OP, VALUES_MAX = 5, 32
 
 local COMMANDS = {
-  A = {command_admit, 'id name name name blocks count size size size count cap cap size names names numbers'},
-  K = {command_claim, 'id'},
-  F = {command_first_token, 'id'},
-  Z = {command_resize, 'id blocks'},
-  M = {command_move, 'id names'},
-  S = {command_settle, 'id cap cap'},
-  R = {command_redeclare, 'id name name name name blocks count size size count cap cap size'},
-  H = {command_heartbeat, 'size size'},
-  Y = {command_declared, ''},
+  A = admit,
+  K = claim,
+  F = first_token,
+  Z = resize,
+  M = move,
+  S = settle,
+  R = redeclare,
+  H = heartbeat,
+  Y = declared,
 }
 
-local function execute(packed)
-  local op = cmsgpack.unpack(packed)
-  local command = COMMANDS[table.remove(op, 1)]
-  if not command then error('unknown op', 0) end
-  check_arguments(op, command[2])
-  return command[1](OWNER, unpack(op))
+local function all_but_first(_, ...)
+  return {...}
 end
 
-local packed_config = read_meta()
-if not packed_config then return {'unconfigured'} end
-config = read_config(packed_config)
-open_books(time_of(NOW))
+-- The bytes of an array's header: 1, or 3 from 16 values on (msgpack's format).
+local function header_of(packed)
+  local mark = string.byte(packed)
+  if mark == 220 then return 3 end
+  if mark < 144 or mark > 159 then error('an op is an array', 0) end
+  return 1
+end
 
-local function answer(reply)
-  write_books(WAKE)
-  return reply
+-- The first values of an op.
+local function values_of(packed, limit)
+  return all_but_first(cmsgpack.unpack_limit(packed, limit, header_of(packed)))
+end
+
+-- In one go the records of all calls that the ops name.
+local function prefetch()
+  local ids = {}
+  for i = FIRST_OP, #ARGV do
+    local id = values_of(ARGV[i], 2)[2]
+    if type(id) == 'string' then ids[#ids + 1] = id end
+  end
+  if #ids > 0 then rows.prefetch(records.calls, ids) end
+end
+
+local function execute(packed)
+  local op = values_of(packed, VALUES_MAX)
+  local command = books.need(COMMANDS[op[1]] or error('unknown op', 0))
+  command.check(op)
+  return command.run(OWNER, unpack(op, 2))
 end
 
 local function error_text(failure)
   return type(failure) == 'table' and failure.err or tostring(failure)
 end
 
-local session = fetch(sessions, OWNER)
-if not session then return answer({'fenced'}) end
-if BATCH < session.batch then return answer({'stale'}) end
-renew_lease(OWNER)
+local function execute_all()
+  pcall(prefetch) -- it ends at an op that cannot be read, and the records are read one by one
+  local results = {}
+  for i = FIRST_OP, #ARGV do
+    local ok, result = pcall(execute, ARGV[i])
+    results[#results + 1] = ok and result or {'error', error_text(result)}
+  end
+  return results
+end
+
+local config = books.read_meta()
+if not config then return {'unconfigured'} end
+books.open(config, NOW)
+
+local meta, session = books.meta, rows.fetch(records.sessions, OWNER)
+if not session or BATCH < session.batch then
+  books.write(WAKE)
+  return {session and 'stale' or 'fenced'}
+end
+owners.renew_lease(OWNER)
+rows.store(records.sessions, OWNER, session)
 if session.told ~= meta.epoch then
   session.told = meta.epoch
-  store(sessions, OWNER, session)
-  return answer({'epoch', meta.epoch, meta.clock, meta.policy})
+  books.write(WAKE)
+  return {'epoch', meta.epoch, meta.clock, meta.policy}
 end
-replayed = BATCH == session.batch
+books.replayed = BATCH == session.batch
 session.batch = BATCH
-store(sessions, OWNER, session)
 
-local more = reap()
-more = expire() or more
-open_gate()
-local results = {}
-for i = FIRST_OP, #ARGV do
-  local ok, result = pcall(execute, ARGV[i])
-  results[#results + 1] = ok and result or {'error', error_text(result)}
-end
-close_books(WAKE)
+local more = owners.reap()
+more = owners.expire() or more
+owners.open_gate()
+local results = execute_all()
+dispatch.run()
+books.write(WAKE)
 if meta.dirty > 0 and meta.opens_at == 0 then more = true end -- behind a closed gate nothing can be done yet
-return {'ok', meta.epoch, meta.clock, meta.policy, more and 1 or 0, results, outbox_of(OWNER)}
+return {'ok', meta.epoch, meta.clock, meta.policy, more and 1 or 0, results, owners.outbox(OWNER)}

@@ -1,111 +1,104 @@
 --- @include "lib/owners"
---- @include "commands/claim"
+--- @include "lib/dispatch"
+--- @include "lib/check"
+--- @late "commands/claim"
+--- @late "lib/refusals"
+--- @late "lib/appointments"
+--- @late "lib/queue"
 -- A id key class lane blocks sequences prefill cost wait_ms weight blocks_max requests_max queue_max prefer exclude
 -- charge: admit.  grant replica | ticket position wait_ms | refused code knob measured limit retry_ms
 
-local function refuse_outright(call)
-  local configured, unknown, fitting, up, largest = false, false, false, false, 0
-  for _, replica in pairs(replicas) do
-    if contains(config.pools[call.lane], replica.pool) and replica.state ~= 'removed' then
-      configured = true
-      unknown = unknown or replica.usable == 0
-      largest = math.max(largest, replica.usable)
-      if call.blocks <= replica.usable and call.sequences <= replica.sequences_max then
-        fitting = true
-        up = up or replica.state == 'up'
+-- Whether some replica that is up is large enough.
+local function has_backend(call)
+  for _, pool in ipairs(books.config.pools[call.lane]) do
+    for _, replica in ipairs(books.pool(pool)) do
+      if replica.state == 'up' and call.blocks <= replica.usable and call.sequences <= replica.sequences_max then
+        return true
       end
     end
   end
-  if configured and not unknown and not fitting then
-    return {'refused', 'context_length_exceeded', 'usable', call.blocks, largest, 0}
-  end
-  if not up then return {'refused', 'no_backend', '', 0, 0, FIRST_APPOINTMENT_MS} end
-  local key = key_of(call.key)
-  if key.blocks_max >= 0 and call.blocks > key.blocks_max then
-    return {'refused', 'key_cap_exceeded', 'blocks_max', call.blocks, key.blocks_max, 0}
-  end
-  if key.requests_max == 0 then
-    return {'refused', 'quota_exceeded', 'requests_max', 1, 0, FIRST_APPOINTMENT_MS}
+  return false
+end
+
+-- Refusals that no waiting can change.
+local function refuse_outright(call)
+  if not has_backend(call) then return books.need(refusals).backend(call) end
+  local key = rows.fetch(records.keys, call.key)
+  if (key.blocks_max >= 0 and call.blocks > key.blocks_max) or key.requests_max == 0 then
+    return books.need(refusals).cap(call, key)
   end
   return nil
 end
 
--- Where the call may start without a ticket: nobody that could start waits in its lane, and it fits.
+-- Somebody that could start waits in the lane, or before this call in its flow.
+local function others_first(call)
+  if books.waiting == 0 then return false end
+  return #zsets.with_prefix(zsets.ORDER, call.lane, 1) > 0
+    or rows.fetch(records.flows, flows.name_of(call)).waiting > 0
+end
+
+-- Where the call may start without a ticket.
 local function at_once(id, call)
-  if meta.opens_at > 0 or #with_prefix(ORDER, call.lane, 1) > 0 or flow_of(call).waiting > 0 or capped(call) then
-    return nil
-  end
-  return place(id, call)
-end
-
-local function refuse_capped(call)
-  local key, wait = key_of(call.key), wait_told(call)
-  if key.requests_max >= 0 and key.calls + 1 > key.requests_max then
-    return {'refused', 'quota_exceeded', 'requests_max', key.calls + 1, key.requests_max, wait}
-  end
-  return {'refused', 'quota_exceeded', 'blocks_max', key.blocks + call.blocks, key.blocks_max, wait}
-end
-
--- Most blocks free on one replica that the call may use.
-local function most_free(call)
-  local free = 0
-  for name, replica in pairs(replicas) do
-    if could_use(call, name, replica) then free = math.max(free, replica.limit - replica.used) end
-  end
-  return free
-end
-
-local function refuse_to_queue(call, queue_max, wait_ms)
-  local waiting = line_of(call.lane, call.class).waiting
-  if waiting < queue_max and wait_ms > 0 then return nil end
-  if waiting < queue_max then return {'refused', 'queue_timeout', 'seconds_max', 0, wait_ms, wait_told(call)} end
-  if queue_max > 0 then return {'refused', 'queue_full', 'depth_max', waiting, queue_max, appointment(call)} end
-  if meta.opens_at > 0 then return {'refused', 'store_unavailable', '', 0, 0, meta.opens_at - meta.clock} end
-  if capped(call) then return refuse_capped(call) end
-  return {'refused', 'capacity_exceeded', 'limit', call.blocks, most_free(call), appointment(call)}
+  if books.meta.opens_at > 0 or others_first(call) or placement.capped(call) then return nil end
+  return placement.place(id, call)
 end
 
 -- Its place in its flow, to which a move brings it back.
 local function number(call)
-  meta.arrivals = meta.arrivals + 1
-  call.arrival = meta.arrivals
+  books.meta.arrivals = books.meta.arrivals + 1
+  call.arrival = books.meta.arrivals
 end
 
 local function enqueue(id, call)
   number(call)
-  local flow = flow_of(call)
+  local name = flows.name_of(call)
+  local flow = rows.fetch(records.flows, name)
   if flow.waiting == 0 then
-    flow.tag = math.max(line_of(call.lane, call.class).virtual, flow.tag)
-    store(flows, flow_name(call), flow)
+    flow.tag = math.max(flows.line(call.lane, call.class).virtual, flow.tag)
+    rows.store(records.flows, name, flow)
   end
-  redis.call('ZADD', OWNED, 0, call.owner .. ':' .. id)
-  join(id, call)
+  books.owned[call.owner .. ':' .. id] = true
+  books.need(queue).join(id, call)
 end
 
-local function command_admit(owner, id, key, class, lane, blocks, sequences, prefill, cost, wait_ms, weight, blocks_max,
-                             requests_max, queue_max, prefer, exclude, charge)
-  if foreign(owner, id) then return {'refused', 'id', '', 0, 0, 0} end
-  if fetch(calls, id) then return command_claim(owner, id) end
-  if not config.pools[lane] or not config.shares[class] then
-    return {'refused', 'settings', '', 0, 0, FIRST_APPOINTMENT_MS}
+function admit.check(op)
+  check.length(op, 17)
+  check.id(op)
+  check.names(op, 3, 5)
+  check.integers(op, 6, 7, 1) -- blocks, sequences
+  check.integers(op, 8, 10, 0) -- prefill, cost, wait_ms
+  check.integers(op, 11, 11, 1) -- weight
+  check.integers(op, 12, 13, -1) -- caps
+  check.integers(op, 14, 14, 0) -- queue_max
+  check.name_list(op, 15)
+  check.name_list(op, 16)
+  check.integer_list(op, 17)
+end
+
+function admit.run(owner, id, key, class, lane, blocks, sequences, prefill, cost, wait_ms, weight, blocks_max,
+                   requests_max, queue_max, prefer, exclude, charge)
+  if owners.foreign(owner, id) then return {'refused', 'id', '', 0, 0, 0} end
+  if rows.fetch(records.calls, id) then return books.need(claim).run(owner, id) end
+  if not books.config.pools[lane] or not books.config.shares[class] then
+    return {'refused', 'settings', '', 0, 0, drain.FIRST_APPOINTMENT_MS}
   end
   local call = {state = 'none', owner = owner, replica = '', key = key, class = class, lane = lane, blocks = blocks,
-    sequences = sequences, prefill = prefill, prefilling = 0, cost = cost, deadline = meta.clock + wait_ms, arrival = 0,
-    passed = 0, attempt = 0, charged = 0, exclude = exclude, prefer = prefer, charge = charge}
-  set_policy(key, weight, blocks_max, requests_max)
+    sequences = sequences, prefill = prefill, prefilling = 0, cost = cost, deadline = books.meta.clock + wait_ms,
+    arrival = 0, passed = 0, attempt = 0, charged = 0, exclude = exclude, prefer = prefer, charge = charge}
+  flows.set_policy(key, weight, blocks_max, requests_max)
   local refusal = refuse_outright(call)
   if refusal then return refusal end
-  dispatch()
-  local name = at_once(id, call)
-  if name then
+  dispatch.run()
+  local replica = at_once(id, call)
+  if replica then
     number(call)
-    pay(call)
-    reserve(id, call, name, 'reserved')
-    return {'grant', name}
+    reserve.pay(call)
+    reserve.take(id, call, replica, 'reserved')
+    return {'grant', replica.name}
   end
-  refusal = refuse_to_queue(call, queue_max, wait_ms)
+  refusal = books.need(refusals).to_queue(call, queue_max, wait_ms)
   if refusal then return refusal end
-  local wait = wait_told(call)
+  local wait = books.need(appointments).wait_told(call)
   enqueue(id, call)
-  return {'ticket', line_of(lane, class).waiting, wait}
+  return {'ticket', flows.line(lane, class).waiting, wait}
 end

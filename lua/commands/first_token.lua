@@ -1,16 +1,24 @@
 --- @include "lib/owners"
+--- @include "lib/check"
 -- F id: the prompt is computed, its share of the prefill budget is given back.  ok | gone
-local function command_first_token(owner, id)
-  local call = mine(owner, id)
+
+function first_token.check(op)
+  check.length(op, 2)
+  check.id(op)
+end
+
+function first_token.run(owner, id)
+  local call = owners.mine(owner, id)
   if not call or call.state == 'queued' then return {'gone'} end
-  claim(id, call)
+  reserve.claim(id, call)
   if call.prefilling > 0 then
-    local replica = replicas[call.replica]
+    local replica = books.replicas[call.replica]
     replica.prefill = replica.prefill - call.prefilling
-    store_replica(call.replica)
+    books.store_replica(replica)
+    books.room = books.room + 1
     call.prefilling = 0
-    store(calls, id, call)
-    meta.dirty = 1
+    rows.store(records.calls, id, call)
+    books.meta.dirty = 1
   end
   return {'ok'}
 end

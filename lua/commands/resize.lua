@@ -1,22 +1,32 @@
 --- @include "lib/owners"
+--- @include "lib/check"
 -- Z id blocks: a running call grows or shrinks; waiters and holds do not stop it, the limit does.  ok | no_room | gone
-local function command_resize(owner, id, blocks)
-  local call = mine(owner, id)
+
+function resize.check(op)
+  check.length(op, 3)
+  check.id(op)
+  check.integers(op, 3, 3, 1)
+end
+
+function resize.run(owner, id, blocks)
+  local call = owners.mine(owner, id)
   if not call or call.state == 'queued' then return {'gone'} end
-  local replica, key = replicas[call.replica], key_of(call.key)
+  local replica, key = books.replicas[call.replica], rows.fetch(records.keys, call.key)
   local growth = blocks - call.blocks
   if growth > 0 and replica.used + growth > replica.limit then return {'no_room'} end
-  claim(id, call)
+  reserve.claim(id, call)
   call.blocks = blocks
-  store(calls, id, call)
+  rows.store(records.calls, id, call)
   replica.used = replica.used + growth
-  store_replica(call.replica)
+  books.store_replica(replica)
   key.blocks = key.blocks + growth
-  store(keys, call.key, key)
+  books.moves = books.moves + 1
+  rows.store(records.keys, call.key, key)
   if growth < 0 then
-    unpark_key(call.key)
-    drained(replica.pool, -growth)
-    meta.dirty = 1
+    books.room = books.room + 1
+    flows.unpark_key(call.key)
+    drain.add(replica.pool, -growth)
+    books.meta.dirty = 1
   end
   return {'ok'}
 end

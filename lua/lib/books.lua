@@ -1,67 +1,115 @@
 --- @include "lib/records"
+--- @include "lib/rows"
+--- @include "lib/zsets"
 -- The content of one fleet's keys while a script runs, and the ledger clock.
 -- KEYS, the same in every script: docs/ledger.md has the table.
-local META, QUEUE, ORDER, PARKED, OWNERS, OWNED, OUTBOX, DEADLINES =
-  KEYS[1], KEYS[4], KEYS[5], KEYS[8], KEYS[9], KEYS[11], KEYS[12], KEYS[13]
+local META = KEYS[1]
 local LAYOUT, WORK = 1, 64
 
-local replica_rows = record_table(KEYS[2], REPLICA)
-local calls = record_table(KEYS[3], CALL)
-local flows = record_table(KEYS[6], FLOW)
-local keys = record_table(KEYS[7], KEY)
-local sessions = record_table(KEYS[10], SESSION)
-local lines = record_table(META, LINE, 'line:')
-local lane_rows = record_table(META, LANE, 'lane:')
-local drains = record_table(META, DRAIN, 'drain:')
+local pools -- name -> rows of its replicas
+local made = {} -- late modules
 
-local replicas -- name -> row, all of them
-local config -- {lease_ms, heartbeat_ms, overtake_blocks, lanes = {name...}, pools = {lane -> pools}, classes, shares}
-local meta -- epoch, policy, clock, wall, opens_after, opens_at, arrivals, dirty (integers), run
-local work = WORK -- units left of what one script does: a grant, parking, hold or expiry is one
-local wakes = {} -- owners with new grants
-local META_FIELDS = {'epoch', 'policy', 'clock', 'wall', 'opens_after', 'opens_at', 'arrivals', 'dirty', 'run'}
+books = {
+  meta = nil, -- layout, epoch, policy, clock, wall, opens_after, opens_at, arrivals, dirty (integers), run
+  config = nil, -- lease_ms, heartbeat_ms, overtake_blocks, lanes, classes, pools (lane -> pools), shares
+  replicas = records.replicas.known, -- name -> row, all of them
+  changed = {}, -- scalars of META that seldom change, as arguments of HSET
+  work = WORK, -- units left of what one script does: a grant, parking, hold or expiry is one
+  waiting = 0, -- calls in the queue, of all lanes
+  replayed = false, -- this batch was executed before
+  owned = {}, -- members of the zsets OWNED and OUTBOX to add (true) or remove (false)
+  outbox = {},
+  wakes = {}, -- owners with new grants
+  holds = 0, -- replicas that are held for a call, at most
+  room = 0, -- rises when a replica has more room or is no longer held: until then what did not fit does not fit
+  moves = 0, -- rises when anything else changes that decides who starts next
+  horizon = {}, -- line -> last member of ORDER that a dispatch looks at; what comes after it decides nothing
+}
 
+-- A late module, made at its first use: the store makes all functions of a script at each run, and most need few.
+function books.need(make)
+  local module = made[make]
+  if not module then
+    module = make()
+    made[make] = module
+  end
+  return module
+end
+
+-- The packed settings, false where this store was never configured; an error where another layout is in use.
+function books.read_meta()
+  local values = redis.call('HMGET', META, 'config', 'layout', 'run', 'epoch', 'policy', 'clock', 'wall', 'opens_after',
+    'opens_at', 'arrivals', 'dirty')
+  if values[2] and tonumber(values[2]) ~= LAYOUT then
+    error({err = 'LAYOUT the store holds layout ' .. values[2] .. ', this kvgate uses ' .. LAYOUT})
+  end
+  for i = 4, 11 do values[i] = tonumber(values[i] or 0) end
+  books.meta = {run = values[3], epoch = values[4], policy = values[5], clock = values[6], wall = values[7],
+    opens_after = values[8], opens_at = values[9], arrivals = values[10], dirty = values[11]}
+  return values[1]
+end
+
+-- The first settings of a fleet: its clock starts now.
+function books.start()
+  books.meta.wall = -1
+  books.set('layout', LAYOUT)
+end
+
+-- Change a scalar other than the four that every script writes.
+function books.set(name, value)
+  books.meta[name] = value
+  books.changed[#books.changed + 1] = name
+  books.changed[#books.changed + 1] = value
+end
+
+-- packed: {lease_ms, heartbeat_ms, overtake_blocks, {{lane, pools}...}, {{class, share}...}}.
 local function read_config(packed)
   local values = cmsgpack.unpack(packed)
-  local parsed = {lease_ms = values[1], heartbeat_ms = values[2], overtake_blocks = values[3], lanes = {}, pools = {},
-    classes = {}, shares = {}}
+  local lanes, pools_of, classes, shares = {}, {}, {}, {}
   for i, lane in ipairs(values[4]) do
-    parsed.lanes[i] = lane[1]
-    parsed.pools[lane[1]] = lane[2]
+    lanes[i] = lane[1]
+    pools_of[lane[1]] = lane[2]
   end
   for i, class in ipairs(values[5]) do
-    parsed.classes[i] = class[1]
-    parsed.shares[class[1]] = class[2]
+    classes[i] = class[1]
+    shares[class[1]] = class[2]
   end
-  return parsed
+  books.config = {lease_ms = values[1], heartbeat_ms = values[2], overtake_blocks = values[3], lanes = lanes,
+    pools = pools_of, classes = classes, shares = shares}
 end
 
 local function read_replicas()
-  replicas = {}
-  local all = redis.call('HGETALL', replica_rows.key)
-  for i = 1, #all, 2 do
-    replicas[all[i]] = decode(REPLICA, all[i + 1])
-    replica_rows.rows[all[i]] = replicas[all[i]]
+  local flat = redis.call('HGETALL', records.replicas.hash)
+  for i = 1, #flat, 2 do
+    local replica = rows.read(records.replicas, flat[i + 1])
+    replica.name = flat[i]
+    books.replicas[replica.name] = replica
+    if replica.held_for ~= '' then books.holds = books.holds + 1 end
   end
 end
 
-local function store_replica(name)
-  store(replica_rows, name, replicas[name])
+-- The replicas of a pool, in no order.
+function books.pool(name)
+  if not pools then
+    pools = {}
+    for _, replica in pairs(books.replicas) do
+      local pool = pools[replica.pool] or {}
+      pools[replica.pool] = pool
+      pool[#pool + 1] = replica
+    end
+  end
+  return pools[name] or {}
 end
 
--- The books' scalars; nil where this store was never configured, an error where another layout is in use.
-local function read_meta()
-  local values = redis.call('HMGET', META, 'layout', 'config', unpack(META_FIELDS))
-  if values[1] and tonumber(values[1]) ~= LAYOUT then
-    error({err = 'LAYOUT the store holds layout ' .. values[1] .. ', this kvgate uses ' .. LAYOUT})
-  end
-  meta = {}
-  for i, field in ipairs(META_FIELDS) do meta[field] = values[i + 2] or '0' end
-  for _, field in ipairs(META_FIELDS) do
-    if field ~= 'run' then meta[field] = tonumber(meta[field]) end
-  end
-  if not values[2] then return nil end
-  return values[2]
+function books.store_replica(replica)
+  records.replicas.touched[replica.name] = true
+end
+
+-- A replica came, changed its pool, or went (nil).
+function books.place_replica(name, replica)
+  books.replicas[name] = replica
+  records.replicas.touched[name] = replica ~= nil
+  pools = nil
 end
 
 local function time_of(argument)
@@ -70,38 +118,80 @@ local function time_of(argument)
   return time[1] * 1000 + math.floor(time[2] / 1000)
 end
 
--- The store is another process than before: what it holds may be old or nothing.
-local function new_epoch(run)
-  meta.run = run
-  meta.epoch = meta.epoch + 1
-  local owners = redis.call('ZRANGE', OWNERS, 0, -1)
-  for _, owner in ipairs(owners) do redis.call('ZADD', OWNERS, meta.clock + config.lease_ms, owner) end
-  meta.opens_after = meta.clock + (#owners > 0 and 0 or 2 * config.heartbeat_ms)
-  meta.opens_at = meta.clock + config.lease_ms
+-- Of the server process that runs this script.
+local function run_id()
+  local info = redis.call('INFO', 'server')
+  local _, before = string.find(info, 'run_id:', 1, true)
+  return string.match(info, '^%w+', before + 1)
 end
 
--- Advance the clock by at most two heartbeats, so that a pause of the store ends nobody's lease.
-local function open_books(now)
+-- The store is another process than before: what it holds may be old or nothing.
+local function new_epoch(run)
+  books.set('run', run)
+  books.set('epoch', books.meta.epoch + 1)
+  local owners = redis.call('ZRANGE', zsets.OWNERS, 0, -1)
+  local lease_end = books.meta.clock + books.config.lease_ms
+  for _, owner in ipairs(owners) do redis.call('ZADD', zsets.OWNERS, lease_end, owner) end
+  books.set('opens_after', books.meta.clock + (#owners > 0 and 0 or 2 * books.config.heartbeat_ms))
+  books.set('opens_at', lease_end)
+end
+
+-- now: ms, '' = the server's TIME.  The clock advances by at most two heartbeats, so that a pause of the store ends
+-- nobody's lease.
+function books.open(packed_config, now)
+  read_config(packed_config)
+  now = time_of(now)
+  local meta, longest = books.meta, 2 * books.config.heartbeat_ms
   local passed = meta.wall >= 0 and now - meta.wall or 0
-  meta.clock = meta.clock + math.min(math.max(passed, 0), 2 * config.heartbeat_ms)
+  meta.clock = meta.clock + math.min(math.max(passed, 0), longest)
   meta.wall = now
   read_replicas()
-  local run = string.match(redis.call('INFO', 'server'), 'run_id:(%w+)')
+  books.waiting = redis.call('ZCARD', zsets.QUEUE)
+  local run = run_id()
   if run ~= meta.run then new_epoch(run) end
 end
 
-local function write_books(wake_prefix)
-  for _, records in ipairs({replica_rows, calls, flows, keys, sessions, lines, lane_rows, drains}) do flush(records) end
-  local scalars = {'layout', LAYOUT}
-  for _, field in ipairs(META_FIELDS) do
-    scalars[#scalars + 1] = field
-    scalars[#scalars + 1] = meta[field]
+-- When no call is left nobody is ahead of anybody: the fair order starts anew.
+local function forget_order()
+  redis.call('DEL', records.flows.hash)
+  records.flows.touched = {}
+  for _, lane in ipairs(books.config.lanes) do
+    for _, class in ipairs(books.config.classes) do
+      local name = lane .. ':' .. class
+      local line = rows.fetch(records.lines, name)
+      if line.virtual > 0 or line.credit > 0 then
+        line.virtual, line.credit = 0, 0
+        rows.store(records.lines, name, line)
+      end
+    end
   end
-  redis.call('HSET', META, unpack(scalars))
-  -- A user without the right to publish costs a heartbeat, not the books.
-  for owner in pairs(wakes) do redis.pcall('PUBLISH', wake_prefix .. owner, '') end
 end
 
-local function ceil_div(numerator, denominator)
+local function write_meta()
+  local meta = books.meta
+  local sets = {'clock', meta.clock, 'wall', meta.wall, 'arrivals', meta.arrivals, 'dirty', meta.dirty}
+  for _, argument in ipairs(books.changed) do sets[#sets + 1] = argument end
+  rows.collect(records.lines, sets)
+  rows.collect(records.lanes, sets)
+  rows.collect(records.drains, sets)
+  redis.call('HSET', META, unpack(sets))
+end
+
+-- wake_prefix: of the channels that wake owners up.
+function books.write(wake_prefix)
+  local erased = rows.write(records.calls)
+  if erased and redis.call('EXISTS', records.calls.hash) == 0 then forget_order() end
+  rows.write(records.replicas)
+  rows.write(records.flows)
+  rows.write(records.keys)
+  rows.write(records.sessions)
+  zsets.write(zsets.OWNED, books.owned)
+  zsets.write(zsets.OUTBOX, books.outbox)
+  write_meta()
+  -- A user without the right to publish costs a heartbeat, not the books.
+  for owner in pairs(books.wakes) do redis.pcall('PUBLISH', wake_prefix .. owner, '') end
+end
+
+function books.ceil_div(numerator, denominator)
   return math.ceil(numerator / denominator)
 end

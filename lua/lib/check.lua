@@ -1,41 +1,42 @@
---- @include "lib/books"
 -- An op is checked whole before it writes anything: a number that is no integer within 2^53 must never reach the books.
+-- An argument of another type fails where it is compared; op[1] is the op's letter, argument i is op[i + 1].
 local INTEGER_MAX = 9007199254740992
 
-local function is_integer(value, least)
-  return type(value) == 'number' and value >= least and value < INTEGER_MAX and value % 1 == 0
+local function refuse(i, kind)
+  error('argument ' .. i - 1 .. ' is not ' .. kind, 0)
 end
 
-local function is_name(value)
-  return type(value) == 'string' and value ~= '' and not string.find(value, ':', 1, true)
+function check.length(op, length)
+  if #op ~= length then error(length - 1 .. ' arguments expected, not ' .. #op - 1, 0) end
 end
 
-local function is_list_of(test)
-  return function(value)
-    if type(value) ~= 'table' then return false end
-    for i = 1, #value do
-      if not test(value[i], 0) then return false end
+function check.id(op)
+  local id = op[2]
+  if not (id > '') or #id ~= 10 or not tonumber(id, 16) then refuse(2, 'an id') end
+end
+
+function check.names(op, first, last)
+  for i = first, last do
+    local name = op[i]
+    if not (name > '') or string.find(name, ':', 1, true) then refuse(i, 'a name') end
+  end
+end
+
+function check.integers(op, first, last, least)
+  for i = first, last do
+    local number = op[i]
+    if not (number >= least and number < INTEGER_MAX and number % 1 == 0) then
+      refuse(i, 'an integer of at least ' .. least)
     end
-    return true
   end
 end
 
-local KINDS = {
-  id = function(value) return type(value) == 'string' and #value == 10 and tonumber(value, 16) ~= nil end,
-  name = is_name,
-  blocks = function(value) return is_integer(value, 1) end,
-  count = function(value) return is_integer(value, 1) end,
-  size = function(value) return is_integer(value, 0) end,
-  cap = function(value) return is_integer(value, -1) end,
-  names = is_list_of(is_name),
-  numbers = is_list_of(is_integer),
-}
+function check.name_list(op, i)
+  if type(op[i]) ~= 'table' then refuse(i, 'a list') end
+  check.names(op[i], 1, #op[i])
+end
 
-local function check_arguments(arguments, kinds)
-  local i = 0
-  for kind in string.gmatch(kinds, '%a+') do
-    i = i + 1
-    if not KINDS[kind](arguments[i]) then error('argument ' .. i .. ' is not a ' .. kind, 0) end
-  end
-  if #arguments ~= i then error(i .. ' arguments expected, not ' .. #arguments, 0) end
+function check.integer_list(op, i)
+  if type(op[i]) ~= 'table' then refuse(i, 'a list') end
+  check.integers(op[i], 1, #op[i], 0)
 end

@@ -1,77 +1,79 @@
---- @include "lib/dispatch"
+--- @include "lib/reserve"
+--- @late "lib/queue"
 -- Leases, ticket deadlines and the gate that a new epoch closes.
 local SLICE, OUTBOX_MAX = 32, 64
 
-local function renew_lease(owner)
-  redis.call('ZADD', OWNERS, meta.clock + config.lease_ms, owner)
+function owners.renew_lease(owner)
+  redis.call('ZADD', zsets.OWNERS, books.meta.clock + books.config.lease_ms, owner)
 end
 
 -- Fence every owner whose lease is over and give a slice of their calls back; true = some are left.
-local function reap()
-  local lost = redis.call('ZRANGEBYSCORE', OWNERS, '-inf', meta.clock)
-  for _, owner in ipairs(lost) do erase(sessions, owner) end
+function owners.reap()
+  local lost = redis.call('ZRANGEBYSCORE', zsets.OWNERS, '-inf', books.meta.clock)
+  for _, owner in ipairs(lost) do rows.erase(records.sessions, owner) end
   local left = SLICE
   for _, owner in ipairs(lost) do
-    local members = with_prefix(OWNED, owner, left + 1)
+    local members = zsets.with_prefix(zsets.OWNED, owner, left + 1)
     for i = 1, math.min(left, #members) do
-      local id = last_part(members[i])
-      give_back(id, fetch(calls, id))
+      local id = zsets.last_part(members[i])
+      reserve.give_back(id, rows.fetch(records.calls, id))
     end
     if #members > left then return true end
     left = left - #members
-    redis.call('ZREM', OWNERS, owner)
+    redis.call('ZREM', zsets.OWNERS, owner)
   end
   return false
 end
 
-local function expire()
-  local late = redis.call('ZRANGEBYSCORE', DEADLINES, '-inf', meta.clock, 'LIMIT', 0, SLICE + 1)
+function owners.expire()
+  if books.waiting == 0 then return false end
+  local late = redis.call('ZRANGEBYSCORE', zsets.DEADLINES, '-inf', books.meta.clock, 'LIMIT', 0, SLICE + 1)
   for i = 1, math.min(SLICE, #late) do
-    work = work - 1
-    withdraw(late[i], fetch(calls, late[i]))
+    books.work = books.work - 1
+    books.need(queue).withdraw(late[i], rows.fetch(records.calls, late[i]))
   end
   return #late > SLICE
 end
 
 local function all_declared()
-  local owners = redis.call('ZRANGE', OWNERS, 0, -1)
-  for _, owner in ipairs(owners) do
-    local session = fetch(sessions, owner)
-    if not session or session.declared ~= meta.epoch then return false end
+  local known = redis.call('ZRANGE', zsets.OWNERS, 0, -1)
+  for _, owner in ipairs(known) do
+    local session = rows.fetch(records.sessions, owner)
+    if not session or session.declared ~= books.meta.epoch then return false end
   end
-  return #owners > 0
+  return #known > 0
 end
 
-local function open_gate()
-  if meta.opens_at == 0 then return end
-  if meta.clock >= meta.opens_at or (meta.clock >= meta.opens_after and all_declared()) then
-    meta.opens_at = 0
+function owners.open_gate()
+  if books.meta.opens_at == 0 then return end
+  if books.meta.clock >= books.meta.opens_at or (books.meta.clock >= books.meta.opens_after and all_declared()) then
+    books.set('opens_at', 0)
   end
 end
 
 -- The caller's own unclaimed grants: id, replica, id, replica...
-local function outbox_of(owner)
+function owners.outbox(owner)
   local told = {}
-  for _, member in ipairs(with_prefix(OUTBOX, owner, OUTBOX_MAX)) do
-    local id = last_part(member)
+  for _, member in ipairs(zsets.with_prefix(zsets.OUTBOX, owner, OUTBOX_MAX)) do
+    local id = zsets.last_part(member)
     told[#told + 1] = id
-    told[#told + 1] = fetch(calls, id).replica
+    told[#told + 1] = rows.fetch(records.calls, id).replica
   end
   return told
 end
 
 -- The owner's call of that id, or nil.
-local function mine(owner, id)
-  local call = fetch(calls, id)
+function owners.mine(owner, id)
+  local call = rows.fetch(records.calls, id)
   if call and call.owner == owner then return call end
   return nil
 end
 
 -- Whether a living owner other than this one has the id; what a fenced one left is given back.
-local function foreign(owner, id)
-  local call = fetch(calls, id)
+function owners.foreign(owner, id)
+  local call = rows.fetch(records.calls, id)
   if not call or call.owner == owner then return false end
-  if fetch(sessions, call.owner) then return true end
-  give_back(id, call)
+  if rows.fetch(records.sessions, call.owner) then return true end
+  reserve.give_back(id, call)
   return false
 end

@@ -1,63 +1,90 @@
--- Records are cmsgpack arrays with the fields below, by position.  A row is read once, changed in memory, and written
--- back by flush() at the end of the script, however many ops touched it.
-local REPLICA = {'pool', 'limit', 'usable', 'sequences_max', 'prefill_max', 'used', 'sequences', 'prefill', 'state',
-  'held_for'}
-local CALL = {'state', 'owner', 'replica', 'key', 'class', 'lane', 'blocks', 'sequences', 'prefill', 'prefilling',
-  'cost', 'deadline', 'arrival', 'passed', 'attempt', 'charged', 'exclude', 'prefer', 'charge'}
-local KEY = {'weight', 'blocks_max', 'requests_max', 'blocks', 'calls'}
-local FLOW = {'tag', 'waiting', 'blocks', 'weight', 'parked'}
-local SESSION = {'batch', 'told', 'declared', 'count', 'sum'}
-local LINE = {'virtual', 'waiting', 'blocks', 'weights', 'credit'} -- one class of one lane
-local LANE = {'blocked', 'book'}
-local DRAIN = {'start', 'current', 'previous', 'last'}
+-- Where the records of each kind are, and their fields in the order of the cmsgpack arrays that hold them.
+-- header: the mark of an array of that size (msgpack's format); what follows is packed and unpacked field by field,
+-- which costs half of what a table in between does.  blank: the row of an id without a record.  known and touched are
+-- for rows.lua.  All is said in one constructor because a table that grows is made anew at each doubling.
+local META = KEYS[1]
 
-local function record_table(key, fields, prefix)
-  return {key = key, fields = fields, prefix = prefix or '', rows = {}, touched = {}}
-end
-
-local function decode(fields, packed)
-  local values, row = cmsgpack.unpack(packed), {}
-  for i = 1, #fields do row[fields[i]] = values[i] end
-  return row
-end
-
-local function encode(fields, row)
-  local values = {}
-  for i = 1, #fields do values[i] = row[fields[i]] end
-  return cmsgpack.pack(values)
-end
-
-local function fetch(records, id)
-  local row = records.rows[id]
-  if row == nil then
-    local packed = redis.call('HGET', records.key, records.prefix .. id)
-    row = packed and decode(records.fields, packed) or false
-    records.rows[id] = row
-  end
-  return row
-end
-
-local function store(records, id, row)
-  records.rows[id] = row
-  records.touched[id] = true
-end
-
-local function erase(records, id)
-  store(records, id, false)
-end
-
-local function flush(records)
-  local sets, dels = {}, {}
-  for id in pairs(records.touched) do
-    local row = records.rows[id]
-    if row then
-      sets[#sets + 1] = records.prefix .. id
-      sets[#sets + 1] = encode(records.fields, row)
-    else
-      dels[#dels + 1] = records.prefix .. id
-    end
-  end
-  if #sets > 0 then redis.call('HSET', records.key, unpack(sets)) end
-  if #dels > 0 then redis.call('HDEL', records.key, unpack(dels)) end
-  records.touched = {}
-end
+records = {
+  replicas = {
+    hash = KEYS[2], header = '\154', known = {}, touched = {},
+    read = function(_, pool, limit, usable, sequences_max, prefill_max, used, sequences, prefill, state, held_for)
+      return {pool = pool, limit = limit, usable = usable, sequences_max = sequences_max,
+        prefill_max = prefill_max, used = used, sequences = sequences, prefill = prefill, state = state,
+        held_for = held_for}
+    end,
+    write = function(row)
+      return row.pool, row.limit, row.usable, row.sequences_max, row.prefill_max, row.used, row.sequences,
+        row.prefill, row.state, row.held_for
+    end,
+  },
+  calls = {
+    hash = KEYS[3], header = '\220\0\19', known = {}, touched = {},
+    read = function(_, state, owner, replica, key, class, lane, blocks, sequences, prefill, prefilling, cost,
+      deadline, arrival, passed, attempt, charged, exclude, prefer, charge)
+      return {state = state, owner = owner, replica = replica, key = key, class = class, lane = lane,
+        blocks = blocks, sequences = sequences, prefill = prefill, prefilling = prefilling, cost = cost,
+        deadline = deadline, arrival = arrival, passed = passed, attempt = attempt, charged = charged,
+        exclude = exclude, prefer = prefer, charge = charge}
+    end,
+    write = function(row)
+      return row.state, row.owner, row.replica, row.key, row.class, row.lane, row.blocks, row.sequences,
+        row.prefill, row.prefilling, row.cost, row.deadline, row.arrival, row.passed, row.attempt, row.charged,
+        row.exclude, row.prefer, row.charge
+    end,
+  },
+  flows = {
+    hash = KEYS[6], header = '\149', known = {}, touched = {}, blank = {0, 0, 0, 0, 0},
+    read = function(_, tag, waiting, blocks, weight, parked)
+      return {tag = tag, waiting = waiting, blocks = blocks, weight = weight, parked = parked}
+    end,
+    write = function(row)
+      return row.tag, row.waiting, row.blocks, row.weight, row.parked
+    end,
+  },
+  keys = {
+    hash = KEYS[7], header = '\149', known = {}, touched = {}, blank = {1, -1, -1, 0, 0},
+    read = function(_, weight, blocks_max, requests_max, blocks, calls)
+      return {weight = weight, blocks_max = blocks_max, requests_max = requests_max, blocks = blocks,
+        calls = calls}
+    end,
+    write = function(row)
+      return row.weight, row.blocks_max, row.requests_max, row.blocks, row.calls
+    end,
+  },
+  sessions = {
+    hash = KEYS[10], header = '\149', known = {}, touched = {},
+    read = function(_, batch, told, declared, count, sum)
+      return {batch = batch, told = told, declared = declared, count = count, sum = sum}
+    end,
+    write = function(row)
+      return row.batch, row.told, row.declared, row.count, row.sum
+    end,
+  },
+  lines = { -- one class of one lane
+    hash = META, prefix = 'line:', header = '\149', known = {}, touched = {}, blank = {0, 0, 0, 0, 0},
+    read = function(_, virtual, waiting, blocks, weights, credit)
+      return {virtual = virtual, waiting = waiting, blocks = blocks, weights = weights, credit = credit}
+    end,
+    write = function(row)
+      return row.virtual, row.waiting, row.blocks, row.weights, row.credit
+    end,
+  },
+  lanes = {
+    hash = META, prefix = 'lane:', header = '\146', known = {}, touched = {}, blank = {'', 0},
+    read = function(_, blocked, book)
+      return {blocked = blocked, book = book}
+    end,
+    write = function(row)
+      return row.blocked, row.book
+    end,
+  },
+  drains = {
+    hash = META, prefix = 'drain:', header = '\148', known = {}, touched = {},
+    read = function(_, start, current, previous, last)
+      return {start = start, current = current, previous = previous, last = last}
+    end,
+    write = function(row)
+      return row.start, row.current, row.previous, row.last
+    end,
+  },
+}

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from gateway.core import order
@@ -44,23 +45,62 @@ def test_constants_are_the_specifications(lua: str, python: int) -> None:
     assert constant(lua) == python
 
 
-def test_records_have_the_same_fields_in_both_languages() -> None:
+KINDS = {
+    "replica": "replicas",
+    "call": "calls",
+    "key": "keys",
+    "flow": "flows",
+    "session": "sessions",
+    "line": "lines",
+    "lane": "lanes",
+    "drain": "drains",
+}
+"""Python's name of a record and Lua's of all of its kind."""
+
+
+@pytest.mark.parametrize("kind", FIELDS)
+def test_records_have_the_same_fields_in_both_languages(kind: str) -> None:
+    """What Lua reads by position it writes in the same order, under the header of an array of that size."""
     text = (FOLDER / "lib/records.lua").read_text()
-    found = {
-        name.lower(): tuple(re.findall(r"'(\w+)'", fields))
-        for name, fields in re.findall(r"^local ([A-Z]+) = \{(.*?)\}", text, re.MULTILINE | re.DOTALL)
-    }
-    assert found == FIELDS
+    record = re.search(rf"^  {KINDS[kind]} = \{{(.*?)^  \}},$", text, re.MULTILINE | re.DOTALL)
+    assert record
+    taken = re.search(r"function\(_, ([^)]*)\)", record[1])
+    made = re.search(r"return \{(.*?)\}", record[1], re.DOTALL)
+    header = re.search(r"header = '([^']*)'", record[1])
+    assert taken
+    assert made
+    assert header
+    assert tuple(re.split(r",\s+", taken[1])) == FIELDS[kind]
+    assert re.findall(r"(\w+) = (\w+)", made[1]) == [(field, field) for field in FIELDS[kind]]
+    assert tuple(re.findall(r"row\.(\w+)", record[1])) == FIELDS[kind]
+    mark = bytes(int(number) for number in header[1].split("\\")[1:])
+    assert msgspec.msgpack.encode([0] * len(FIELDS[kind])).startswith(mark)
+    assert len(mark) == (1 if len(FIELDS[kind]) < 16 else 3)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_is_whole(name: str) -> None:
-    """The flags line is first, nothing is left to splice, and no fragment is in it twice."""
+    """The flags line is first, nothing is left to splice, and no function of a module is in it twice."""
     text = load(name).text
     assert text.startswith("#!lua flags=")
     assert "@include" not in text
-    functions = re.findall(r"^local function (\w+)", text, re.MULTILINE)
+    assert "@late" not in text
+    functions = re.findall(r"^function (\w+\.\w+)", text, re.MULTILINE)
     assert len(functions) == len(set(functions))
+
+
+def test_a_module_fills_its_own_table_only() -> None:
+    for path in [*FRAGMENTS, *(FOLDER / "lib").glob("*.lua")]:
+        tables = set(re.findall(r"^function (\w+)\.", path.read_text(), re.MULTILINE))
+        assert tables <= {path.stem}, path.name
+
+
+def test_a_late_module_is_called_by_need_only() -> None:
+    """Its name is a function: a field of it is nothing."""
+    for path in [*FRAGMENTS, *(FOLDER / "lib").glob("*.lua"), *FOLDER.glob("*.lua")]:
+        text = path.read_text()
+        for module in re.findall(r'^--- @late "\w+/(\w+)"$', text, re.MULTILINE):
+            assert not re.search(rf"(?<![\w.]){module}\.", text), f"{path.name}: {module}"
 
 
 @pytest.mark.parametrize("fragment", FRAGMENTS, ids=lambda path: path.stem)
@@ -70,7 +110,7 @@ def test_a_commands_header_names_its_arguments_and_answers(fragment: Path) -> No
     head = "\n".join(line for line in text.splitlines() if line.startswith("--") and "@include" not in line)
     promised = re.search(r"^-- [A-Z]((?: \w+|\n-- \w+)*):", head, re.MULTILINE)
     assert promised, head
-    parameters = re.search(rf"local function command_{fragment.stem}\(([^)]*)\)", text)
+    parameters = re.search(rf"function {fragment.stem}\.run\(([^)]*)\)", text)
     assert parameters
     taken = [p.strip() for p in parameters[1].split(",")][1:]
     assert len(promised[1].replace("--", " ").split()) == len(taken)
@@ -79,20 +119,27 @@ def test_a_commands_header_names_its_arguments_and_answers(fragment: Path) -> No
         assert answer in head, answer
 
 
-def test_the_steps_signatures_match_the_commands() -> None:
-    """The table of kinds has one kind for every argument."""
-    text = load("step").text
-    for name, kinds in re.findall(r"= \{command_(\w+), '([^']*)'\}", text):
-        parameters = re.search(rf"local function command_{name}\(([^)]*)\)", text)
-        assert parameters
-        assert len(kinds.split()) == len(parameters[1].split(",")) - 1, name
+@pytest.mark.parametrize("fragment", FRAGMENTS, ids=lambda path: path.stem)
+def test_a_command_checks_as_many_values_as_it_takes(fragment: Path) -> None:
+    """An op is its letter and the arguments; the owner comes from the batch."""
+    text = fragment.read_text()
+    parameters = re.search(rf"function {fragment.stem}\.run\(([^)]*)\)", text)
+    length = re.search(r"check\.length\(op, (\d+)\)", text)
+    assert parameters
+    assert length
+    assert int(length[1]) == len(parameters[1].split(","))
 
 
-def test_a_fragment_is_spliced_once(tmp_path: Path) -> None:
-    (tmp_path / "a.lua").write_text('--- @include "b"\n--- @include "c"\nreturn x\n')
-    (tmp_path / "b.lua").write_text('--- @include "c"\nlocal b = x\n')
-    (tmp_path / "c.lua").write_text("local x = 1\n")
-    assert splice(tmp_path, "a").split("\n") == ["local x = 1", "local b = x", "", "return x", ""]
+def test_a_module_is_spliced_once_after_what_it_needs(tmp_path: Path) -> None:
+    (tmp_path / "a.lua").write_text('-- head\n--- @include "b"\n--- @late "c"\nreturn b.x\n')
+    (tmp_path / "b.lua").write_text('--- @late "c"\nfunction b.x() end\n')
+    (tmp_path / "c.lua").write_text('--- @include "b"\nlocal y = 1\n')
+    assert splice(tmp_path, "a").split("\n") == [
+        "-- head", "local c, b",
+        "c = function()", "local c = {}", "local y = 1", "return c", "end",
+        "b = {x = 0}", "do", "function b.x() end", "end",
+        "", "return b.x", "",
+    ]  # fmt: skip
 
 
 def test_a_missing_fragment_is_an_error(tmp_path: Path) -> None:

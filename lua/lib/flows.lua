@@ -1,0 +1,48 @@
+--- @include "lib/books"
+--- @late "lib/queue"
+-- Flows and their tags in the fair order, and the policies of keys.
+
+function flows.name_of(call)
+  return call.lane .. ':' .. call.class .. ':' .. call.key
+end
+
+function flows.line(lane, class)
+  return rows.fetch(records.lines, lane .. ':' .. class)
+end
+
+-- A flow that nobody waits in and that is not ahead of its line says nothing.
+function flows.keep_flow(name, flow, line)
+  if flow.waiting == 0 and flow.tag <= line.virtual then
+    rows.erase(records.flows, name)
+  else
+    rows.store(records.flows, name, flow)
+  end
+end
+
+function flows.set_tag(call, name, flow, line, tag)
+  if flow.waiting > 0 and flow.parked == 0 then
+    books.need(queue).reorder(call, flow, tag)
+  else
+    flow.tag = tag
+  end
+  flows.keep_flow(name, flow, line)
+end
+
+function flows.unpark_key(key)
+  if books.waiting > 0 then books.need(queue).unpark_key(key) end
+end
+
+function flows.forget_call(id, call)
+  rows.erase(records.calls, id)
+  books.owned[call.owner .. ':' .. id] = false
+end
+
+function flows.set_policy(name, weight, blocks_max, requests_max)
+  local key = rows.fetch(records.keys, name)
+  local changed = key.blocks_max ~= blocks_max or key.requests_max ~= requests_max
+  key.weight, key.blocks_max, key.requests_max = weight, blocks_max, requests_max
+  rows.store(records.keys, name, key)
+  if not changed then return end
+  books.moves = books.moves + 1
+  flows.unpark_key(name)
+end

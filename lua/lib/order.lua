@@ -1,0 +1,142 @@
+--- @include "lib/reserve"
+--- @late "lib/queue"
+-- The order of the queue (docs/ledger.md): tickets become unclaimed reservations until nothing fits.
+local LOOKAHEAD, CREDIT_SCALE = 8, 1000
+local stuck = {} -- lane -> books.room + books.moves when nothing could be done in it
+
+-- The unparked flows of one class, in fair order: their members of ORDER.
+local function first_flows(lane, class)
+  local line = lane .. ':' .. class
+  local members = zsets.with_prefix(zsets.ORDER, line, LOOKAHEAD)
+  books.horizon[line] = members[LOOKAHEAD]
+  return members
+end
+
+-- The first call of a flow, given by its member of ORDER.
+local function head_of(lane, class, member)
+  local flow = lane .. ':' .. class .. ':' .. zsets.last_part(member)
+  local id = zsets.last_part(zsets.with_prefix(zsets.QUEUE, flow, 1)[1])
+  return id, rows.fetch(records.calls, id)
+end
+
+-- Highest class first, except that the lowest class whose credit covers its head goes before all.
+local function class_order(lane)
+  local classes, favoured = {}, nil
+  for i = #books.config.classes, 1, -1 do
+    local class = books.config.classes[i]
+    local line = flows.line(lane, class)
+    if line.waiting > 0 then
+      table.insert(classes, 1, class)
+      local first = not favoured and books.config.shares[class] > 0 and line.credit > 0 and first_flows(lane, class)[1]
+      if first then
+        local _, head = head_of(lane, class, first)
+        if line.credit >= CREDIT_SCALE * head.blocks then favoured = class end
+      end
+    end
+  end
+  if not favoured then return classes, nil end
+  local result = {favoured}
+  for _, class in ipairs(classes) do
+    if class ~= favoured then result[#result + 1] = class end
+  end
+  return result, favoured
+end
+
+-- Every lower class that waits earns its share of the blocks that went before it.
+local function earn(call)
+  local lower = false
+  for _, class in ipairs(books.config.classes) do
+    local line = lower and flows.line(call.lane, class)
+    if line and line.waiting > 0 and books.config.shares[class] > 0 then
+      line.credit = line.credit + call.blocks * books.config.shares[class]
+      rows.store(records.lines, call.lane .. ':' .. class, line)
+    end
+    lower = lower or class == call.class
+  end
+end
+
+local function grant(id, call, replica, by_credit)
+  books.work = books.work - 1
+  if by_credit then
+    local line = flows.line(call.lane, call.class)
+    line.credit = line.credit - CREDIT_SCALE * call.blocks
+    rows.store(records.lines, call.lane .. ':' .. call.class, line)
+  end
+  reserve.pay(call)
+  books.need(queue).leave(id, call)
+  reserve.take(id, call, replica, 'unclaimed')
+  earn(call)
+  books.wakes[call.owner] = true
+end
+
+-- A head that was passed too often gets the roomiest replica it may use to itself; it keeps at most one.
+local function hold(id, call)
+  if call.passed < books.config.overtake_blocks then return false end
+  local free
+  for _, replica in pairs(books.replicas) do
+    if replica.held_for == id then return false end
+    if replica.held_for == '' and placement.could_use(call, replica)
+      and (not free or placement.roomier(replica, free)) then free = replica end
+  end
+  if not free then return false end
+  free.held_for = id
+  books.holds = books.holds + 1
+  books.store_replica(free)
+  books.work = books.work - 1
+  return true
+end
+
+-- One grant, parking or hold in this lane; false when nothing can be done.
+local function advance(lane)
+  if stuck[lane] == books.room + books.moves then return false end
+  local head
+  local classes, favoured = class_order(lane)
+  for _, class in ipairs(classes) do
+    for _, member in ipairs(first_flows(lane, class)) do
+      local id, call = head_of(lane, class, member)
+      if placement.capped(call) then
+        books.need(queue).park(call)
+        return true
+      end
+      local replica = placement.place(id, call)
+      if replica then
+        grant(id, call, replica, favoured == class)
+        return true
+      end
+      if not head then
+        head = id
+        local row = rows.fetch(records.lanes, lane)
+        row.blocked = id
+        rows.store(records.lanes, lane, row)
+        if hold(id, call) then return true end
+      end
+    end
+  end
+  stuck[lane] = books.room + books.moves
+  return false
+end
+
+local function lane_waits(lane)
+  for _, class in ipairs(books.config.classes) do
+    if flows.line(lane, class).waiting > 0 then return true end
+  end
+  return false
+end
+
+-- Grant until nothing fits or the script's work is used up.
+function order.run()
+  local progress = true
+  while progress do
+    progress = false
+    for _, lane in ipairs(books.config.lanes) do
+      while lane_waits(lane) do
+        if books.work <= 0 then
+          books.meta.dirty = 1
+          return
+        end
+        if not advance(lane) then break end
+        progress = true
+      end
+    end
+  end
+end

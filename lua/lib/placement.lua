@@ -1,0 +1,92 @@
+--- @include "lib/flows"
+--- @include "lib/drain"
+-- Where a call fits.
+local unfit = {} -- call -> books.room when it found no place
+local bounds = {} -- pool -> most blocks free on a replica of it (all, on an idle one) when somebody found no place
+local bounds_room = 0 -- books.room when they were taken
+
+function placement.contains(list, item)
+  for i = 1, #list do
+    if list[i] == item then return true end
+  end
+  return false
+end
+
+-- Whether the call can run there at all, however busy it is now; the replica is in a pool of its lane.
+function placement.could_run(call, replica)
+  return replica.state == 'up' and not placement.contains(call.exclude, replica.name)
+    and call.blocks <= replica.usable and call.sequences <= replica.sequences_max
+end
+
+function placement.could_use(call, replica)
+  return placement.contains(books.config.pools[call.lane] or {}, replica.pool) and placement.could_run(call, replica)
+end
+
+-- All but the blocks.
+local function fits_besides(id, call, replica)
+  return replica.sequences + call.sequences <= replica.sequences_max
+    and (replica.prefill + call.prefill <= replica.prefill_max or replica.prefill == 0)
+    and (replica.held_for == '' or replica.held_for == id)
+    and placement.could_run(call, replica)
+end
+
+function placement.roomier(replica, other)
+  local free, other_free = replica.limit - replica.used, other.limit - other.used
+  return free > other_free or (free == other_free and replica.name < other.name)
+end
+
+local function percent(replica)
+  return math.floor(replica.used * 100 / math.max(replica.limit, 1))
+end
+
+local function fits(id, call, replica)
+  return (replica.used + call.blocks <= replica.limit or replica.used == 0) and fits_besides(id, call, replica)
+end
+
+-- Whether the blocks alone rule the pool out.
+local function crowded(pool, blocks)
+  if bounds_room ~= books.room then bounds, bounds_room = {}, books.room end
+  return bounds[pool] and blocks > bounds[pool]
+end
+
+local function emptiest(id, call, pool)
+  local best, blocks, most = nil, call.blocks, 0
+  if crowded(pool, blocks) then return nil end
+  for _, replica in ipairs(books.pool(pool)) do
+    local free = replica.used == 0 and math.huge or replica.limit - replica.used
+    if free > most then most = free end
+    if free >= blocks and (not best or placement.roomier(replica, best)) and fits_besides(id, call, replica) then
+      best = replica
+    end
+  end
+  if not best then bounds[pool] = most end
+  return best
+end
+
+-- The emptiest of the preferred replicas that are at most 10 % fuller.
+local function warmest(id, call, pool, fullest)
+  local best
+  for _, name in ipairs(call.prefer) do
+    local replica = books.replicas[name]
+    if replica and replica.pool == pool and percent(replica) <= fullest and fits(id, call, replica)
+      and (not best or placement.roomier(replica, best)) then best = replica end
+  end
+  return best
+end
+
+-- The first pool of the lane with room; there a preferred replica unless it is 10 % fuller; most free blocks.
+function placement.place(id, call)
+  if unfit[call] == books.room then return nil end
+  for _, pool in ipairs(books.config.pools[call.lane]) do
+    local best = emptiest(id, call, pool)
+    if best then return warmest(id, call, pool, percent(best) + 10) or best end
+  end
+  unfit[call] = books.room
+  return nil
+end
+
+function placement.capped(call)
+  local key = rows.fetch(records.keys, call.key)
+  return (key.blocks_max >= 0 and key.blocks + call.blocks > key.blocks_max)
+    or (key.requests_max >= 0 and key.calls + 1 > key.requests_max)
+end

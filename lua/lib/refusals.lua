@@ -1,0 +1,59 @@
+--- @include "lib/placement"
+--- @late "lib/appointments"
+-- What a refused call is told: code, knob, measured, limit, retry_ms.
+
+-- The call is larger than all replicas of its lane (context_length_exceeded), or those that would do are down.
+function refusals.backend(call)
+  local configured, unknown, fitting, largest = false, false, false, 0
+  for _, pool in ipairs(books.config.pools[call.lane]) do
+    for _, replica in ipairs(books.pool(pool)) do
+      if replica.state ~= 'removed' then
+        configured = true
+        unknown = unknown or replica.usable == 0
+        largest = math.max(largest, replica.usable)
+        fitting = fitting or (call.blocks <= replica.usable and call.sequences <= replica.sequences_max)
+      end
+    end
+  end
+  if configured and not unknown and not fitting then
+    return {'refused', 'context_length_exceeded', 'usable', call.blocks, largest, 0}
+  end
+  return {'refused', 'no_backend', '', 0, 0, drain.FIRST_APPOINTMENT_MS}
+end
+
+-- The call is larger than its key may ever hold, or its key may hold none.
+function refusals.cap(call, key)
+  if key.blocks_max >= 0 and call.blocks > key.blocks_max then
+    return {'refused', 'key_cap_exceeded', 'blocks_max', call.blocks, key.blocks_max, 0}
+  end
+  return {'refused', 'quota_exceeded', 'requests_max', 1, 0, drain.FIRST_APPOINTMENT_MS}
+end
+
+local function capped(call)
+  local key, wait = rows.fetch(records.keys, call.key), books.need(appointments).wait_told(call)
+  if key.requests_max >= 0 and key.calls + 1 > key.requests_max then
+    return {'refused', 'quota_exceeded', 'requests_max', key.calls + 1, key.requests_max, wait}
+  end
+  return {'refused', 'quota_exceeded', 'blocks_max', key.blocks + call.blocks, key.blocks_max, wait}
+end
+
+-- Most blocks free on one replica that the call may use.
+local function most_free(call)
+  local free = 0
+  for _, replica in pairs(books.replicas) do
+    if placement.could_use(call, replica) then free = math.max(free, replica.limit - replica.used) end
+  end
+  return free
+end
+
+-- nil = it may wait.
+function refusals.to_queue(call, queue_max, wait_ms)
+  local waiting, meta = flows.line(call.lane, call.class).waiting, books.meta
+  if waiting < queue_max and wait_ms > 0 then return nil end
+  local due = books.need(appointments)
+  if waiting < queue_max then return {'refused', 'queue_timeout', 'seconds_max', 0, wait_ms, due.wait_told(call)} end
+  if queue_max > 0 then return {'refused', 'queue_full', 'depth_max', waiting, queue_max, due.book(call)} end
+  if meta.opens_at > 0 then return {'refused', 'store_unavailable', '', 0, 0, meta.opens_at - meta.clock} end
+  if placement.capped(call) then return capped(call) end
+  return {'refused', 'capacity_exceeded', 'limit', call.blocks, most_free(call), due.book(call)}
+end

@@ -1,0 +1,28 @@
+-- The zsets of one fleet; docs/ledger.md says what their members are.
+zsets.QUEUE, zsets.ORDER, zsets.PARKED, zsets.OWNERS = KEYS[4], KEYS[5], KEYS[8], KEYS[9]
+zsets.OWNED, zsets.OUTBOX, zsets.DEADLINES = KEYS[11], KEYS[12], KEYS[13]
+
+-- The first members, of equal scores, that begin with prefix and a colon; limit -1 = all.
+function zsets.with_prefix(zset, prefix, limit)
+  return redis.call('ZRANGEBYLEX', zset, '[' .. prefix .. ':', '(' .. prefix .. ';', 'LIMIT', 0, limit)
+end
+
+function zsets.last_part(member)
+  return string.match(member, '^.*:(.*)$') -- linear: from the end back to the last colon
+end
+
+-- Write members of score 0 at once; members: member -> true to add it, false to remove it.
+function zsets.write(zset, members)
+  if next(members) == nil then return end
+  local added, removed = {}, {}
+  for member, present in pairs(members) do
+    if present then
+      added[#added + 1] = 0
+      added[#added + 1] = member
+    else
+      removed[#removed + 1] = member
+    end
+  end
+  if #added > 0 then redis.call('ZADD', zset, unpack(added)) end
+  if #removed > 0 then redis.call('ZREM', zset, unpack(removed)) end
+end
