@@ -1,6 +1,7 @@
-"""The command line: `kvgate serve | mock | loadtest | check-config | new-key`."""
+"""The command line: `kvgate serve | mock | loadtest | check-config | verify | new-key`."""
 
 import argparse
+import asyncio
 import os
 import re
 import sys
@@ -20,12 +21,13 @@ from gateway.config import (
 )
 from gateway.http.auth import new_key
 from gateway.ledger.embedded import EmbeddedStoreError
+from gateway.ledger.verify import NotVerified, Report, verify
 from gateway.loadtest import command as loadtest
 from gateway.mock import serve as mock
 from gateway.serve import DemoError, serve, serve_demo, serve_inherited
 from gateway.tokens.tiktoken_counter import VocabularyError
 
-OPERATOR_ERRORS = (ConfigError, EmbeddedStoreError, VocabularyError, DemoError, OSError)
+OPERATOR_ERRORS = (ConfigError, EmbeddedStoreError, VocabularyError, DemoError, NotVerified, OSError)
 """Told in one line, without a traceback."""
 
 
@@ -75,6 +77,15 @@ def _parser() -> argparse.ArgumentParser:
     check = commands.add_parser("check-config", help="check a configuration file and its keys file")
     check.add_argument("file", type=Path)
     check.set_defaults(run=_check_config)
+
+    verify_ = commands.add_parser(
+        "verify", help="read the books of a live store, and say where they contradict themselves"
+    )
+    where = verify_.add_mutually_exclusive_group(required=True)
+    where.add_argument("--config", type=Path, help="the configuration file: its store, and all its fleets")
+    where.add_argument("--store", metavar="URL", help="the store; goes with --fleet")
+    verify_.add_argument("--fleet", metavar="NAME", help="this fleet only")
+    verify_.set_defaults(run=_verify)
 
     key = commands.add_parser("new-key", help="make an API key and the entry for the keys file")
     key.add_argument("name", help="what logs and metrics call it")
@@ -128,6 +139,47 @@ def _check_models(keys: Sequence[KeyEntry], settings: Settings) -> None:
     for number, key in enumerate(keys):
         for model in set(key.models or ()) - known:
             raise ConfigError(f"keys[{number}].models", f"no fleet has the model `{model}`")
+
+
+def _verify(parsed: argparse.Namespace) -> int:
+    """0: the books hold; 1: they do not, one line for each violation; 2: nothing can be said."""
+    url, fleets = _books_to_verify(parsed)
+    broken = False
+    for fleet in fleets:
+        report = asyncio.run(verify(url, fleet))
+        broken = broken or bool(report.violations)
+        print("\n".join(_report_lines(report)))
+    return 1 if broken else 0
+
+
+def _books_to_verify(parsed: argparse.Namespace) -> tuple[str, Sequence[str]]:
+    """The store's URL and the names of the fleets."""
+    if parsed.store is not None:
+        if parsed.fleet is None:
+            raise ConfigError("--store", "needs --fleet, the name of the fleet")
+        return parsed.store, [parsed.fleet]
+    settings = load(parsed.config, os.environ)
+    if settings.store.url == "embedded":
+        raise ConfigError("store.url", "an embedded store is reached by --store unix://... and --fleet only")
+    names = [fleet.name for fleet in settings.fleets]
+    if parsed.fleet is None:
+        return settings.store.url, names
+    if parsed.fleet not in names:
+        raise ConfigError("--fleet", f"the configuration has no fleet `{parsed.fleet}`")
+    return settings.store.url, [parsed.fleet]
+
+
+def _report_lines(report: Report) -> list[str]:
+    """Debts are told, but are no violations."""
+    told = [f"fleet {report.fleet}: {violation}" for violation in report.violations]
+    for replica, blocks in report.debts.items():
+        told.append(f"fleet {report.fleet}: note: replica {replica} holds {blocks} blocks above its limit")
+    if not report.violations:
+        told.append(
+            f"fleet {report.fleet}: the books hold: {report.held} calls on {report.replicas} replicas, "
+            f"{report.waiting} waiting"
+        )
+    return told
 
 
 def _new_key(parsed: argparse.Namespace) -> int:

@@ -1,231 +1,357 @@
-"""Generated traffic, biased towards what breaks books: sizes at the edges, waits to the next expiry, live ids."""
+"""Generated commands, biased towards what breaks books: sizes at the edges of what is free, waits to the next end of a
+lease or deadline, ids that live, replicas that lanes share, and many calls at once."""
 
-import random
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any
 
-from gateway.core.books import Call, FleetConfig, ReplicaConfig
-from gateway.core.order import DIGEST_MODULUS, ID_BITS
-from tests.conformance.twin import Twin
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn
+
+from gateway.core.books import Books, Call, FleetConfig, ReplicaConfig
+from gateway.core.order import DIGEST_MODULUS, ID_BITS, LOOKAHEAD, WORK
 
 Op = list[Any]
+Policy = tuple[int, int, int]
+"""Weight, most blocks and most calls of a key."""
 
+CLASSES = (("high", 0), ("normal", 200), ("low", 100))
+PALETTES = (("normal",), ("high", "normal"), ("high", "low"), ("normal", "normal", "high", "low"))
 LANES = (
     (("a", ("p",)), ("b", ("q",))),
     (("a", ("p", "q")), ("b", ("q",))),
     (("a", ("q", "p")), ("b", ("p", "q"))),
+    (("a", ("p",)), ("b", ("p",))),
 )
-"""Biased towards replicas that lanes share."""
+"""Three of four share replicas among lanes."""
+HEARTBEAT_MS = 1_000
+GAP_MS = 2 * HEARTBEAT_MS
+"""The clock passes so much at most in one script."""
+REACH_MS = 7_000
+"""Ends further away are not waited for."""
+SCRAMBLE = 0x9E3779B97F
+"""Ids neither rise nor repeat: an odd factor permutes the numbers below a power of two."""
 
 
-class Traffic:
-    """A world by seed: a fleet, three owners, some keys; `run` plays steps on a twin."""
+@dataclass(frozen=True)
+class Start:
+    fleet: FleetConfig
+    policies: dict[str, Policy]
+    classes: tuple[str, ...]
 
-    def __init__(self, client: Any, seed: int, script_texts: dict[str, str] | None = None) -> None:
-        self.random = random.Random(seed)
-        self.limit = self.random.choice([20, 100])
-        self.config = self._config()
-        self.twin = Twin(client, self.config, script_texts)
-        self.now = 1_000_000
-        self.owners = {f"o{i}": 0 for i in range(3)}
-        self.policies = {f"k{i}": self._policy() for i in range(self.random.choice([1, 3, 12]))}
-        for owner in self.owners:
-            self.twin.hello(self.now, owner)
-        for owner in self.owners if self.random.random() < 0.9 else []:
-            self._send(owner, [["Y"]])
 
-    def _config(self) -> FleetConfig:
-        pick = self.random.choice
-        prefill = pick([30, 1000])
-        replicas = tuple(
-            ReplicaConfig(
-                f"r{i}", pick(["p", "q"]), self.limit, self.limit + pick([0, 5]), pick([4, 50]), prefill
-            )
-            for i in range(pick([1, 2, 4]))
-        )
-        return FleetConfig(
-            lease_ms=6000,
-            heartbeat_ms=1000,
-            overtake_blocks=pick([0, self.limit // 2, 2 * self.limit]),
-            lanes=pick(LANES),
-            classes=(("high", 0), ("normal", 200), ("low", 100)),
-            replicas=replicas,
-        )  # fmt: skip
+@dataclass
+class World:
+    """What generators look at: the specification, and what clients and operators would know."""
 
-    def _policy(self) -> tuple[int, int, int]:
-        pick = self.random.choice
-        return pick([1, 2, 4]), pick([-1, -1, self.limit // 2]), pick([-1, -1, 2])
+    books: Books
+    start: Start
+    owners: dict[str, int] = field(default_factory=dict)
+    """Owner -> number of its last batch."""
+    owners_ever: int = 0
+    now: int = 1_000_000
+    ids: int = 0
 
-    def run(self, steps: int) -> None:
-        for _ in range(steps):
-            self._pass_time()
-            self._one()
+    @property
+    def limit(self) -> int:
+        """Of every replica at the start."""
+        return self.start.fleet.replicas[0].limit
 
-    def _pass_time(self) -> None:
-        pick = self.random.choice
-        if self.random.random() < 0.8:
-            self.now += pick([0, 1])
-            return
-        books = self.twin.books
-        ends = [
-            t - books.clock for t in (*books.owners.values(), *(c.deadline for c in books.calls.values()))
-        ]
-        soon = [end + pick([-1, 0, 1]) for end in ends if 0 < end <= 2000]
-        self.now += pick([50, 500, 1999, 2001, 5000, 6001, -100, *soon])
+    @property
+    def policies(self) -> dict[str, Policy]:
+        return self.start.policies
 
-    def _one(self) -> None:
-        chance = self.random.random()
-        if chance < 0.03:
-            return self._operate()
-        if chance < 0.04:
-            return self.twin.restart_store()
-        if chance < 0.05:
-            self.owners[f"o{len(self.owners)}"] = 0
-            return self.twin.hello(self.now, f"o{len(self.owners) - 1}")
-        owner = self.random.choice(sorted(self.owners)[-3:])
-        self._send(owner, self._batch(owner))
+    def new_id(self) -> str:
+        self.ids += 1
+        return f"{self.ids * SCRAMBLE % 2**ID_BITS:010x}"
 
-    def _operate(self) -> None:
-        """What operators and watchers do: replicas come and go, limits change."""
-        pick = self.random.choice
-        if self.random.random() < 0.5:
-            return self.twin.observe(self.now, f"r{pick(range(4))}", pick([True, True, False]))
-        replicas = list(self.config.replicas)
-        for i, replica in enumerate(replicas):
-            limit = pick([self.limit, self.limit, self.limit // 2, -1])
-            replicas[i] = ReplicaConfig(
-                replica.name, replica.pool, limit, replica.usable, replica.sequences_max, replica.prefill_max
-            )
-        if len(replicas) > 1 and self.random.random() < 0.3:
-            replicas.pop()
-        config = FleetConfig(
-            self.config.lease_ms,
-            self.config.heartbeat_ms,
-            self.config.overtake_blocks,
-            self.config.lanes,
-            self.config.classes,
-            tuple(replicas),
-        )
-        self.twin.configure(self.now, config)
+    def calls(self, owner: str | None = None, *states: str) -> list[Call]:
+        """Live calls by id."""
+        found = (c for c in self.books.calls.values() if owner in (None, c.owner))
+        return sorted((c for c in found if not states or c.state in states), key=lambda c: c.id)
 
-    def _send(self, owner: str, ops: list[Op]) -> None:
-        batch = self.owners[owner] + self.random.choice([1, 1, 1, 1, 1, 1, 0, -1])
-        if batch == self.owners[owner] and ops and ops[0][0] != "H":
-            batch += 1
-        reply = self.twin.step(self.now, owner, batch, ops)
-        self.owners[owner] = max(self.owners[owner], batch)
-        if reply[0] == "fenced" and self.random.random() < 0.5:
-            self.owners[owner] = 0
-            self.twin.hello(self.now, owner)
 
-    def _batch(self, owner: str) -> list[Op]:
-        used: set[str] = set()
-        ops: list[Op] = []
-        if self.random.random() < 0.1:
-            ops.append(self._heartbeat(owner))
-        for _ in range(self.random.choice([1, 1, 2, 6, 12])):
-            op = self._op(owner, used)
-            if op:
-                ops.append(op)
-        return ops
+# -- fleets and policies ---------------------------------------------------------------------------------------------
 
-    def _op(self, owner: str, used: set[str]) -> Op | None:
-        chance = self.random.random()
-        if chance < 0.45:
-            return self._admit(used)
-        if chance < 0.5:
-            return self._admit_again(owner, used)
-        if chance < 0.75:
-            call = self._pick(owner, used, "reserved")
-            return call and [
-                "S",
-                call.id,
-                self.random.choice([-1, 1]),
-                self.random.choice([-1, 0, 1, call.cost * 2]),
-            ]
-        if chance < 0.76:
-            return self._touch_foreign(owner)
-        if chance < 0.81:
-            call = self._pick(owner, used, "queued", "unclaimed")
-            return call and ["S", call.id, -1, -1]
-        if chance < 0.9:
-            call = self._pick(owner, used, "reserved", "unclaimed", "queued")
-            return call and [self.random.choice("FKK"), call.id]
-        if chance < 0.93:
-            call = self._pick(owner, used, "reserved", "unclaimed")
-            return call and [
-                "Z",
-                call.id,
-                self.random.choice([1, call.blocks + 1, call.blocks * 2, self.limit]),
-            ]
-        if chance < 0.96:
-            call = self._pick(owner, used, "reserved", "unclaimed", "queued")
-            return call and ["M", call.id, self.random.choice([[], [call.replica or "r0"]])]
-        if chance < 0.99:
-            return self._redeclare(owner, used)
-        return ["Y"]
 
-    def _pick(self, owner: str, used: set[str], *states: str) -> Call | None:
-        books = self.twin.books
-        mine = [
-            c for c in books.calls.values() if c.owner == owner and c.state in states and c.id not in used
-        ]
-        if not mine:
-            return None
-        call = self.random.choice(sorted(mine, key=lambda c: c.id))
-        used.add(call.id)
-        return call
+@st.composite
+def fleets(draw: DrawFn) -> FleetConfig:
+    limit = draw(st.sampled_from((20, 100)))
+    prefill = draw(st.sampled_from((30, 1000)))
+    count = draw(st.sampled_from((1, 2, 2, 4)))
+    shapes = st.tuples(st.sampled_from("pq"), st.sampled_from((0, 5)), st.sampled_from((4, 50)))
+    replicas = tuple(
+        ReplicaConfig(f"r{i}", pool, limit, limit + spare, sequences, prefill)
+        for i, (pool, spare, sequences) in enumerate(draw(st.tuples(*[shapes] * count)))
+    )
+    return FleetConfig(
+        lease_ms=6000,
+        heartbeat_ms=HEARTBEAT_MS,
+        overtake_blocks=draw(st.sampled_from((0, limit // 2, 2 * limit))),
+        lanes=draw(st.sampled_from(LANES)),
+        classes=CLASSES,
+        replicas=replicas,
+    )
 
-    def _blocks(self) -> int:
-        edge = [1, 2, self.limit // 4, self.limit // 2, self.limit, self.limit + 3, self.limit + 9]
-        return self.random.choice(edge if self.random.random() < 0.5 else [1, 3, 7])
 
-    def _admit(self, used: set[str]) -> Op:
-        pick = self.random.choice
-        id_ = f"{self.random.getrandbits(ID_BITS):010x}"
-        used.add(id_)
-        key = pick(sorted(self.policies))
-        if self.random.random() < 0.02:
-            self.policies[key] = self._policy()
-        blocks = self._blocks()
-        class_ = pick(["high", "normal", "low"]) if self.random.random() < 0.5 else "normal"
-        lane = pick("ab")
-        if self.random.random() < 0.02:
-            class_, lane = pick([("gone", lane), (class_, "gone")])
-        return ["A", id_, key, class_, lane, blocks, pick([1, 1, 2]), pick([0, 5, 20, 40]),
-                blocks * pick([1, 5]), pick([0, 1, 100, 5000, 10**6]), *self.policies[key], pick([0, 2, 100, 100]),
-                pick([[], [], ["r1"], ["r0", "r2"]]), pick([[], [], [], ["r0"]]), []]  # fmt: skip
+@st.composite
+def starts(draw: DrawFn) -> Start:
+    """One, three or twelve keys (more than a dispatch looks at), and the classes that they use."""
+    fleet = draw(fleets())
+    policy = policies(fleet.replicas[0].limit)
+    count = draw(st.sampled_from((1, 3, 12)))
+    return Start(fleet, {f"k{i}": draw(policy) for i in range(count)}, draw(st.sampled_from(PALETTES)))
 
-    def _admit_again(self, owner: str, used: set[str]) -> Op | None:
-        """The same call, from its owner or from another one."""
-        known = sorted(set(self.twin.books.calls) - used)
-        if not known:
-            return None
-        call = self.twin.books.calls[self.random.choice(known)]
-        used.add(call.id)
-        return ["A", call.id, call.key, call.class_, call.lane, call.blocks, call.sequences, call.prefill, call.cost,
-                1000, *self.policies[call.key], 100, [], [], []]  # fmt: skip
 
-    def _touch_foreign(self, owner: str) -> Op | None:
-        foreign = sorted(c.id for c in self.twin.books.calls.values() if c.owner != owner)
-        if not foreign:
-            return None
-        id_ = self.random.choice(foreign)
-        return self.random.choice([["S", id_, -1, -1], ["F", id_], ["K", id_], ["M", id_, []], ["Z", id_, 1]])
+def policies(limit: int) -> st.SearchStrategy[Policy]:
+    return st.tuples(
+        st.sampled_from((1, 2, 4)), st.sampled_from((-1, -1, limit // 2)), st.sampled_from((-1, -1, 2))
+    )
 
-    def _redeclare(self, owner: str, used: set[str]) -> Op:
-        pick = self.random.choice
-        known = sorted(set(self.twin.books.calls) - used)
-        id_ = (
-            pick(known)
-            if known and self.random.random() < 0.5
-            else f"{self.random.getrandbits(ID_BITS):010x}"
-        )
-        used.add(id_)
-        key = pick(sorted(self.policies))
-        return ["R", id_, f"r{pick(range(5))}", key, "normal", pick("abbac"), self._blocks(), 1, pick([0, 5]), 7,
-                *self.policies[key], pick([0, 1])]  # fmt: skip
 
-    def _heartbeat(self, owner: str) -> Op:
-        books = self.twin.books
-        mine = [int(c.id, 16) for c in books.calls.values() if c.owner == owner and c.state == "reserved"]
-        return ["H", len(mine) + self.random.choice([0, 0, 1]), sum(mine) % DIGEST_MODULUS]
+# -- time ------------------------------------------------------------------------------------------------------------
+
+
+def ends(world: World) -> list[int]:
+    """Milliseconds until the next ends of leases and deadlines, and of the time that the gate is closed."""
+    books = world.books
+    times = {*books.owners.values(), *(c.deadline for c in world.calls(None, "queued")), books.opens_at}
+    return sorted(t - books.clock for t in times if books.clock < t <= books.clock + REACH_MS)[:3]
+
+
+@st.composite
+def pauses(draw: DrawFn, world: World) -> int:
+    """Most commands follow at once."""
+    if draw(st.sampled_from((False, False, False, True))):
+        soon = [end + off for end in ends(world) if end <= GAP_MS for off in (-1, 0, 1)]
+        return draw(st.sampled_from((1, 50, 500, GAP_MS - 1, GAP_MS + 1, 5000, -100, *soon)))
+    return 0
+
+
+@st.composite
+def moments(draw: DrawFn, world: World) -> int:
+    """Milliseconds until one of the next ends, or one less, or one more; mostly a near one: a long silence of the
+    others ends their leases, and all that they hold is given back."""
+    far = draw(st.sampled_from((False, False, False, True)))
+    found = [end for end in ends(world) if far or end <= GAP_MS]
+    return draw(st.sampled_from(found)) + draw(st.sampled_from((-1, 0, 1))) if found else 0
+
+
+# -- ops -------------------------------------------------------------------------------------------------------------
+
+
+def sizes(world: World, key: str) -> list[int]:
+    """Blocks: 1, 2, half, all, over; what is left on a replica or under the key's cap, and one more."""
+    limit, books = world.limit, world.books
+    rest = [r.limit - r.used for r in books.replicas.values()]
+    cap = world.policies[key][1]
+    if cap >= 0 and key in books.keys:
+        rest.append(cap - books.keys[key].blocks)
+    edges = {size for left in rest for size in (left, left + 1) if size > 0}
+    return [1, 1, 2, 3, 7, limit // 4, limit // 2, limit, limit + 3, limit + 9, *sorted(edges)]
+
+
+PATIENCE = tuple(
+    (seconds, wait, depth)
+    for seconds in (1, 5)
+    for wait in (0, 1, 100, 5000, 10**6, 10**6, 10**6)
+    for depth in (0, 2, 100, 100, 100)
+)
+"""Expected seconds, how long the call waits (ms), and how long its queue may be."""
+SHAPES = tuple((sequences, prefill) for sequences in (1, 1, 2) for prefill in (0, 0, 5, 20, 40))
+PLACES = tuple(
+    (prefer, exclude) for prefer in ([], [], ["r1"], ["r0", "r2"]) for exclude in ([], [], [], ["r0"])
+)
+
+
+@st.composite
+def admits(draw: DrawFn, world: World) -> Op:
+    key = draw(st.sampled_from(sorted(world.policies)))
+    class_ = draw(st.sampled_from(world.start.classes))
+    lane = draw(st.sampled_from("ab"))
+    blocks = draw(st.sampled_from(sizes(world, key)))
+    sequences, prefill = draw(st.sampled_from(SHAPES))
+    prefer, exclude = draw(st.sampled_from(PLACES))
+    seconds, wait, depth = draw(st.sampled_from(PATIENCE))
+    return ["A", world.new_id(), key, class_, lane, blocks, sequences, prefill, blocks * seconds, wait,
+            *world.policies[key], depth, prefer, exclude, []]  # fmt: skip
+
+
+# -- batches ---------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def arrivals(draw: DrawFn, world: World, owner: str) -> list[Op]:
+    return [draw(admits(world))]
+
+
+@st.composite
+def rushes(draw: DrawFn, world: World, owner: str) -> list[Op]:
+    return draw(st.lists(admits(world), min_size=2, max_size=6))
+
+
+@st.composite
+def floods(draw: DrawFn, world: World, owner: str) -> list[Op]:
+    """More equal calls than one script grants, expires or reaps."""
+    _, _, *rest = draw(admits(world))
+    return [["A", world.new_id(), *_with_blocks(rest, 1)] for _ in range(WORK + 2)]
+
+
+@st.composite
+def sieges(draw: DrawFn, world: World, owner: str) -> list[Op]:
+    """Every key asks in one lane and class: large calls, and small ones from about where a dispatch stops to look."""
+    _, _, _, *rest = draw(admits(world))
+    first_small = LOOKAHEAD + draw(st.sampled_from((-1, 0, 1)))
+    keys = sorted(world.policies)
+    large, small = _with_blocks(["", *rest], world.limit), _with_blocks(["", *rest], 1)
+    return [
+        ["A", world.new_id(), key, *(large if i < first_small else small)[1:]] for i, key in enumerate(keys)
+    ]
+
+
+def _with_blocks(rest: list[Any], blocks: int) -> list[Any]:
+    """The arguments of an admit from its key on, for another size."""
+    return [*rest[:3], blocks, *rest[4:]]
+
+
+@st.composite
+def odd_admits(draw: DrawFn, world: World, owner: str) -> list[Op]:
+    """A call that lives is asked for again, by whoever sends it; or a lane or a class that the fleet does not have."""
+    op = draw(admits(world))
+    if world.calls() and draw(st.sampled_from((True, True, False))):
+        op[1] = draw(st.sampled_from(world.calls())).id
+    else:
+        op[draw(st.sampled_from((3, 4)))] = "gone"
+    return [op]
+
+
+@st.composite
+def settles(draw: DrawFn, world: World, owner: str) -> list[Op]:
+    """Calls that run are given back; one perhaps twice."""
+    held = world.calls(owner, "reserved", "unclaimed")
+    return [draw(settle(c)) for c in _some(draw, held)]
+
+
+def clearances(world: World, owner: str) -> st.SearchStrategy[list[Op]]:
+    """Everything that runs is given back at once: much is granted in one dispatch."""
+    return st.just([["S", c.id, -1, -1] for c in world.calls(owner, "reserved", "unclaimed")])
+
+
+@st.composite
+def withdrawals(draw: DrawFn, world: World, owner: str) -> list[Op]:
+    return [["S", c.id, -1, -1] for c in _some(draw, world.calls(owner, "queued"))]
+
+
+@st.composite
+def touches(draw: DrawFn, world: World, owner: str) -> list[Op]:
+    return [draw(touch(world, c)) for c in _some(draw, world.calls(owner))]
+
+
+@st.composite
+def thefts(draw: DrawFn, world: World, owner: str) -> list[Op]:
+    """Ops on calls of other owners."""
+    others = [c for c in world.calls() if c.owner != owner]
+    return [draw(st.one_of(settle(c), touch(world, c))) for c in _some(draw, others)]
+
+
+@st.composite
+def mixtures(draw: DrawFn, world: World, owner: str) -> list[Op]:
+    """What frees before what asks, as a gateway sends it, or in turns: what one op learnt of the room is old for the
+    next."""
+    frees = [*draw(settles(world, owner)), *draw(touches(world, owner))]
+    asks = draw(st.lists(admits(world), max_size=3))
+    if draw(st.booleans()):
+        return [*frees, *asks]
+    return [op for pair in zip_longest(frees, asks) for op in pair if op]
+
+
+@st.composite
+def declarations(draw: DrawFn, world: World, owner: str) -> list[Op]:
+    """A call is declared that the books know, or do not; on a replica that exists, or does not."""
+    known = [c.id for c in world.calls()]
+    id_ = draw(st.sampled_from(known)) if known and draw(st.booleans()) else world.new_id()
+    key = draw(st.sampled_from(sorted(world.policies)))
+    lane, blocks = draw(st.sampled_from("abbac")), draw(st.sampled_from(sizes(world, key)))
+    return [["R", id_, f"r{draw(st.integers(0, 4))}", key, "normal", lane, blocks, 1, draw(st.sampled_from((0, 5))), 7,
+             *world.policies[key], draw(st.sampled_from((0, 1)))]]  # fmt: skip
+
+
+@st.composite
+def heartbeats(draw: DrawFn, world: World, owner: str) -> list[Op]:
+    """With the right digest, or with one call too many; perhaps "all is declared"."""
+    mine = [int(c.id, 16) for c in world.calls(owner, "reserved")]
+    off, declared = draw(st.sampled_from(((0, False), (0, True), (1, False))))
+    return [["H", len(mine) + off, sum(mine) % DIGEST_MODULUS], *([["Y"]] if declared else [])]
+
+
+MALFORMED: tuple[Op, ...] = (
+    ["X"],
+    ["S", "00000000aa"],
+    ["S", "short", 1, 1],
+    ["Z", "00000000aa", 0],
+    ["Z", "00000000aa", 1.5],
+    ["H", 2**53, 0],
+    ["K", "00000000aa", "more"],
+    ["M", "00000000aa", ["r:0"]],
+)
+"""An error each, which neither its batch nor the books notice."""
+
+
+@st.composite
+def settle(draw: DrawFn, call: Call) -> Op:
+    used, cost = draw(st.sampled_from(((-1, -1), (1, 0), (1, 1), (1, call.cost * 2))))
+    return ["S", call.id, used, cost]
+
+
+@st.composite
+def touch(draw: DrawFn, world: World, call: Call) -> Op:
+    """Claim, first token, resize or move."""
+    kind = draw(st.sampled_from("KKFFZM"))
+    if kind == "Z":
+        replica = world.books.replicas.get(call.replica)
+        most = max(call.blocks + replica.limit - replica.used, 1) if replica else 1
+        return ["Z", call.id, draw(st.sampled_from((1, call.blocks + 1, most, most + 1, world.limit)))]
+    if kind == "M":
+        return ["M", call.id, draw(st.sampled_from(([], [call.replica or "r0"])))]
+    return [kind, call.id]
+
+
+def _some(draw: DrawFn, calls: list[Call]) -> list[Call]:
+    """One to three of these, where there are any; one call may be among them twice."""
+    return draw(st.lists(st.sampled_from(calls), min_size=1, max_size=3)) if calls else []
+
+
+# -- upsets ----------------------------------------------------------------------------------------------------------
+
+
+UPSETS = ("observe",) * 4 + ("configure",) * 4 + ("policy",) * 2 + ("hello", "restart")
+
+
+def observations(world: World) -> list[tuple[str, bool]]:
+    """A replica that is up is down, one that is down is up again; rarely one that nobody knows, or no news."""
+    replicas = sorted(world.books.replicas.values(), key=lambda r: r.name)
+    return [*((r.name, r.state != "up") for r in replicas), ("r0", True), ("r9", True)]
+
+
+@st.composite
+def upsets(draw: DrawFn, world: World) -> tuple[str, Any]:
+    """The kind, and what it needs."""
+    kind = draw(st.sampled_from(UPSETS))
+    if kind == "observe":
+        return kind, draw(st.sampled_from(observations(world)))
+    if kind == "configure":
+        return kind, draw(changed_fleets(world))
+    if kind == "policy":
+        key = draw(st.sampled_from(sorted(world.policies)))
+        return kind, {key: draw(policies(world.limit))}
+    return kind, None
+
+
+@st.composite
+def changed_fleets(draw: DrawFn, world: World) -> FleetConfig:
+    """Limits change, engines are unknown again, one replica goes for good."""
+    limits = st.sampled_from((world.limit, world.limit, world.limit // 2, -1))
+    replicas = [replace(r, limit=draw(limits)) for r in world.start.fleet.replicas]
+    if len(replicas) > 1 and draw(st.sampled_from((False, False, True))):
+        replicas.pop()
+    return replace(world.start.fleet, replicas=tuple(replicas))

@@ -7,9 +7,14 @@ import msgspec
 import redis
 
 from gateway.core.books import Books, FleetConfig
-from gateway.ledger.records import FIELDS, config_arguments, decode_text
+from gateway.core.invariants import Snapshot, step_violations, violations
+from gateway.ledger.records import FIELDS, config_arguments, decode_record, decode_text
 from gateway.ledger.scripts import fleet_keys, load
-from tests.conformance.invariants import check_invariants
+from gateway.ledger.verify import Content, snapshot_of
+from tests.conformance.books import read_content
+
+FLEET = "t"
+Op = list[Any]
 
 
 class Twin:
@@ -24,9 +29,11 @@ class Twin:
             name: self._load(name, script_texts)
             for name in ("step", "hello", "configure", "snapshot", "page")
         }
-        self.keys = fleet_keys("t")
+        self.keys = fleet_keys(FLEET)
         self.run = str(client.info("server")["run_id"])
         self.books = Books()
+        self.snapshot: Snapshot | None = None
+        self.compared = 0
         self.configure(1_000_000, config)
 
     def _load(self, name: str, texts: dict[str, str] | None) -> str:
@@ -50,10 +57,14 @@ class Twin:
     def hello(self, now: int, owner: str) -> None:
         self.compare(self.evaluate("hello", now, owner), self.books.hello(now, self.run, owner))
 
-    def step(self, now: int, owner: str, batch: int, ops: Sequence[Sequence[Any]]) -> Any:
-        packed = [msgspec.msgpack.encode(op) for op in ops]
+    def step(self, now: int, owner: str, batch: int, ops: Sequence[Op], malformed: Op | None = None) -> Any:
+        """The specification takes no malformed op; the Lua gets it first and has to answer an error for it alone."""
+        packed = [msgspec.msgpack.encode(op) for op in ([malformed, *ops] if malformed else ops)]
         reply = self.books.step(now, self.run, owner, batch, ops)
-        self.compare(self.evaluate("step", now, owner, batch, "wake:", *packed), reply)
+        got = self.evaluate("step", now, owner, batch, "wake:", *packed)
+        if malformed and got[0] == "ok":
+            assert got[5].pop(0)[0] == "error", malformed
+        self.compare(got, reply)
         return reply
 
     def restart_store(self) -> None:
@@ -62,60 +73,60 @@ class Twin:
         self.books.run = "another"
 
     def compare(self, lua: Any, spec: Any) -> None:
+        self.compared += 1
         assert lua == spec
-        got, wanted = self.lua_content(), spec_content(self.books)
+        content = read_content(self.client, FLEET)
+        got, wanted = lua_content(content), spec_content(self.books)
         for name in wanted:
             assert got[name] == wanted[name], name
-        check_invariants(self.books)
+        before, self.snapshot = self.snapshot, snapshot_of(content)
+        found = violations(self.snapshot)
+        if before:
+            found += step_violations(before, self.snapshot)
+        assert not found, "\n".join(map(str, found))
 
-    def _hash(self, index: int, fields: str) -> dict[str, dict[str, Any]]:
-        raw: dict[bytes, bytes] = self.client.hgetall(self.keys[index])
-        return {
-            _text(k): dict(zip(FIELDS[fields], msgspec.msgpack.decode(v), strict=True))
-            for k, v in raw.items()
-        }
 
-    def _members(self, index: int) -> list[str]:
-        return sorted(_text(m) for m in self.client.zrange(self.keys[index], 0, -1))
+def lua_content(content: Content) -> dict[str, Any]:
+    """The store's records as the specification has them: without flows that say nothing and empty rows."""
+    meta = {_text(k): v for k, v in content["meta"].items()}
+    rows = {
+        kind: {
+            k.split(":", 1)[1]: decode_record(kind, v) for k, v in meta.items() if k.startswith(kind + ":")
+        }
+        for kind in ("line", "lane", "drain")
+    }
+    virtual = {name: row["virtual"] for name, row in rows["line"].items()}
+    flows = {
+        name: row
+        for name, row in _hash(content, "flows").items()
+        if row["waiting"] or row["tag"] > virtual.get(name.rsplit(":", 1)[0], 0)
+    }
+    scalars = ("epoch", "policy", "clock", "wall", "opens_after", "opens_at", "arrivals", "dirty")
+    return {
+        "meta": {name: int(meta[name]) for name in scalars},
+        "replicas": _hash(content, "replicas"),
+        "calls": _hash(content, "calls"),
+        "keys": _hash(content, "keys"),
+        "flows": flows,
+        "lines": {n: r for n, r in rows["line"].items() if any(r.values())},
+        "lanes": {n: r for n, r in rows["lane"].items() if any(r.values())},
+        "drains": rows["drain"],
+        "sessions": _hash(content, "sessions"),
+        **{
+            name: sorted(map(_text, content[name]))
+            for name in ("queue", "order", "parked", "owned", "outbox")
+        },
+        **{name: _scores(content, name) for name in ("owners", "deadlines")},
+    }
 
-    def _scores(self, index: int) -> dict[str, int]:
-        return {_text(m): int(s) for m, s in self.client.zrange(self.keys[index], 0, -1, withscores=True)}
 
-    def lua_content(self) -> dict[str, Any]:
-        meta = {_text(k): v for k, v in self.client.hgetall(self.keys[0]).items()}
-        rows = {
-            kind: {
-                k.split(":", 1)[1]: dict(zip(FIELDS[kind], msgspec.msgpack.decode(v), strict=True))
-                for k, v in meta.items()
-                if k.startswith(kind + ":")
-            }
-            for kind in ("line", "lane", "drain")
-        }
-        virtual = {name: row["virtual"] for name, row in rows["line"].items()}
-        flows = {
-            name: row
-            for name, row in self._hash(5, "flow").items()
-            if row["waiting"] or row["tag"] > virtual.get(name.rsplit(":", 1)[0], 0)
-        }
-        scalars = ("epoch", "policy", "clock", "wall", "opens_after", "opens_at", "arrivals", "dirty")
-        return {
-            "meta": {name: int(meta[name]) for name in scalars},
-            "replicas": self._hash(1, "replica"),
-            "calls": self._hash(2, "call"),
-            "keys": self._hash(6, "key"),
-            "flows": flows,
-            "lines": {n: r for n, r in rows["line"].items() if any(r.values())},
-            "lanes": {n: r for n, r in rows["lane"].items() if any(r.values())},
-            "drains": rows["drain"],
-            "owners": self._scores(8),
-            "sessions": self._hash(9, "session"),
-            "queue": self._members(3),
-            "order": self._members(4),
-            "parked": self._members(7),
-            "owned": self._members(10),
-            "outbox": self._members(11),
-            "deadlines": self._scores(12),
-        }
+def _hash(content: Content, name: str) -> dict[str, dict[str, Any]]:
+    """The records of a hash, whose kind is the singular of its name."""
+    return {_text(k): decode_record(name.removesuffix("s"), v) for k, v in content[name].items()}
+
+
+def _scores(content: Content, name: str) -> dict[str, int]:
+    return {_text(member): int(score) for member, score in content[name].items()}
 
 
 def _text(value: Any) -> str:

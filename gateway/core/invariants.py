@@ -1,0 +1,466 @@
+"""What must hold of one fleet's books whatever happens: checks on a snapshot of the store's content.
+
+Tests call `violations` on everything they leave behind, `kvgate verify` on a live store.  It judges the scripts and
+their specification (`core/books.py`) alike, so it shares no decision with either: it has their records and constants
+and says again, in its own words, what a call fits and which flows come first.  `docs/ledger.md` lists the rules.
+
+A snapshot must be whole: what the store held between two scripts.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from typing import Any
+
+from gateway.core.books import Call, FleetConfig, Key, Replica
+from gateway.core.order import DIGEST_MODULUS, LOOKAHEAD
+
+FlowName = tuple[str, str, str]
+"""Lane, class and key."""
+LineName = tuple[str, str]
+"""Lane and class."""
+
+
+class Rule(StrEnum):
+    """The value is what an operator reads."""
+
+    RECORD = "every record can be read"
+    SUMS = "a replica's figures are the sums of its calls"
+    HOLDINGS = "a key's figures are the sums of its calls"
+    STATE = "a call is queued on no replica, or held on one that exists"
+    ARRIVAL = "no two calls have one arrival number"
+    OWNER = "what an owner holds ends with its lease"
+    DIGEST = "an owner's digest is that of its claimed calls"
+    INDEX = "an index lists exactly what the calls say"
+    WAITING = "a flow and its class count their waiters"
+    PARKED = "a parked flow's key is at its cap"
+    HOLD = "a hold is for a call that waits, on a replica that is up, one for each call"
+    BLOCKED = "a blocked head waits in its lane"
+    DISPATCH = "nobody waits that could start"
+    OVERTAKING = "a head that was passed too often has a replica held for it"
+    QUIET = "without calls the order is empty"
+    CLOCK = "clock, epoch, arrivals and batch numbers never go back"
+    GATE = "behind a closed gate nothing is admitted"
+    LIMIT = "nothing is admitted above a limit"
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    rule: Rule
+    about: str
+    expected: Any
+    found: Any
+
+    def __str__(self) -> str:
+        return f"{self.about}: {self.rule}: expected {self.expected}, found {self.found}"
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    tag: int = 0
+    waiting: int = 0
+    blocks: int = 0
+    weight: int = 0
+    parked: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One class of one lane."""
+
+    virtual: int = 0
+    waiting: int = 0
+    blocks: int = 0
+    weights: int = 0
+    credit: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRecord:
+    batch: int
+    told: int
+    declared: int
+    count: int
+    sum: int
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The content of the keys of `docs/ledger.md`, decoded; the indexes by their members."""
+
+    fleet: FleetConfig
+    epoch: int
+    clock: int
+    opens_at: int
+    arrivals: int
+    dirty: bool
+    replicas: Mapping[str, Replica]
+    calls: Mapping[str, Call]
+    keys: Mapping[str, Key]
+    flows: Mapping[FlowName, Flow]
+    lines: Mapping[LineName, Line]
+    blocked: Mapping[str, str]
+    """Lane -> id of its blocked head."""
+    owners: Mapping[str, int]
+    sessions: Mapping[str, SessionRecord]
+    indexes: Mapping[str, frozenset[str]]
+    """`queue`, `order`, `parked`, `owned` and `outbox` by member, `deadlines` as `id:milliseconds`."""
+    unreadable: tuple[str, ...] = ()
+    """Records that are not what the layout says, as `key field`."""
+
+    @cached_property
+    def waiting(self) -> dict[FlowName, list[Call]]:
+        """The queued calls of each flow, first come first."""
+        found: dict[FlowName, list[Call]] = defaultdict(list)
+        for call in sorted(self.calls.values(), key=lambda c: c.arrival):
+            if call.state == "queued":
+                found[call.lane, call.class_, call.key].append(call)
+        return dict(found)
+
+    @cached_property
+    def held(self) -> dict[str, list[Call]]:
+        """The calls on each replica."""
+        found: dict[str, list[Call]] = defaultdict(list)
+        for call in self.calls.values():
+            if call.state != "queued":
+                found[call.replica].append(call)
+        return dict(found)
+
+    def is_parked(self, flow: FlowName) -> bool:
+        return flow in self.flows and self.flows[flow].parked != 0
+
+
+def violations(books: Snapshot) -> list[Violation]:
+    """All that is wrong with a whole snapshot, in the order of the rules."""
+    checks = (
+        _unreadable, _sums, _holdings, _states, _arrivals, _owners, _digests, _indexes, _flow_counts, _line_counts,
+        _parked, _holds, _blocked_heads, _startable, _overtaken, _quiet,
+    )  # fmt: skip
+    return [violation for check in checks for violation in check(books)]
+
+
+def _compared(rule: Rule, about: str, **figures: tuple[Any, Any]) -> Iterator[Violation]:
+    """A violation for each `figure=(expected, found)` that differs."""
+    for figure, (expected, found) in figures.items():
+        if expected != found:
+            yield Violation(rule, f"{about} {figure}", expected, found)
+
+
+# -- one record at a time --------------------------------------------------------------------------------------------
+
+
+def _unreadable(books: Snapshot) -> Iterator[Violation]:
+    for record in books.unreadable:
+        yield Violation(Rule.RECORD, f"record {record}", "its fields", "something else")
+
+
+def _sums(books: Snapshot) -> Iterator[Violation]:
+    for name, replica in books.replicas.items():
+        held = books.held.get(name, [])
+        yield from _compared(
+            Rule.SUMS,
+            f"replica {name}",
+            used=(sum(c.blocks for c in held), replica.used),
+            sequences=(sum(c.sequences for c in held), replica.sequences),
+            prefill=(sum(c.prefilling for c in held), replica.prefill),
+        )
+
+
+def _holdings(books: Snapshot) -> Iterator[Violation]:
+    blocks: dict[str, int] = defaultdict(int)
+    count: dict[str, int] = defaultdict(int)
+    for call in books.calls.values():
+        if call.state != "queued":
+            blocks[call.key] += call.blocks
+            count[call.key] += 1
+    for name in books.keys.keys() | count.keys():
+        key = books.keys.get(name, Key())
+        yield from _compared(
+            Rule.HOLDINGS, f"key {name}", blocks=(blocks[name], key.blocks), calls=(count[name], key.calls)
+        )
+
+
+def _states(books: Snapshot) -> Iterator[Violation]:
+    for id_, call in books.calls.items():
+        if call.state == "queued":
+            yield from _compared(Rule.STATE, f"call {id_}", replica=("", call.replica))
+            yield from _compared(Rule.STATE, f"call {id_}", prefilling=(0, call.prefilling))
+        elif call.state not in ("unclaimed", "reserved"):
+            yield Violation(Rule.STATE, f"call {id_} state", "queued, unclaimed or reserved", call.state)
+        elif call.replica not in books.replicas:
+            yield Violation(Rule.STATE, f"call {id_} replica", "one that exists", call.replica)
+        if call.prefilling not in (0, call.prefill):
+            yield Violation(Rule.STATE, f"call {id_} prefilling", f"0 or {call.prefill}", call.prefilling)
+
+
+def _arrivals(books: Snapshot) -> Iterator[Violation]:
+    seen: dict[int, str] = {}
+    for id_, call in books.calls.items():
+        if call.arrival in seen:
+            yield Violation(
+                Rule.ARRIVAL, f"call {id_}", f"a number other than {seen[call.arrival]}'s", call.arrival
+            )
+        if not 0 < call.arrival <= books.arrivals:
+            yield Violation(Rule.ARRIVAL, f"call {id_}", f"1 to {books.arrivals}", call.arrival)
+        seen[call.arrival] = id_
+
+
+def _owners(books: Snapshot) -> Iterator[Violation]:
+    """The lease of an owner that is not in the list is never over, so nothing would give its calls back."""
+    for id_, call in books.calls.items():
+        if call.owner not in books.owners:
+            yield Violation(Rule.OWNER, f"call {id_} owner", "one with a lease", call.owner)
+    for owner in books.sessions.keys() - books.owners.keys():
+        yield Violation(Rule.OWNER, f"session {owner}", "a lease", "none")
+
+
+def _digests(books: Snapshot) -> Iterator[Violation]:
+    ids: dict[str, list[int]] = defaultdict(list)
+    for id_, call in books.calls.items():
+        if call.state == "reserved":
+            ids[call.owner].append(int(id_, 16))
+    for owner, session in books.sessions.items():
+        claimed = ids[owner]
+        yield from _compared(
+            Rule.DIGEST,
+            f"session {owner}",
+            count=(len(claimed), session.count),
+            sum=(sum(claimed) % DIGEST_MODULUS, session.sum),
+        )
+
+
+# -- the queue -------------------------------------------------------------------------------------------------------
+
+
+def _indexes(books: Snapshot) -> Iterator[Violation]:
+    calls = books.calls.items()
+    queued = [(id_, call) for id_, call in calls if call.state == "queued"]
+    expected = {
+        "queue": {f"{c.lane}:{c.class_}:{c.key}:{c.arrival:012d}:{id_}" for id_, c in queued},
+        "deadlines": {f"{id_}:{c.deadline}" for id_, c in queued},
+        "owned": {f"{c.owner}:{id_}" for id_, c in calls},
+        "outbox": {f"{c.owner}:{id_}" for id_, c in calls if c.state == "unclaimed"},
+        "order": {_order_member(books, flow) for flow in books.waiting if not books.is_parked(flow)},
+        "parked": {f"{key}:{lane}:{class_}" for lane, class_, key in books.waiting
+                   if books.is_parked((lane, class_, key))},
+    }  # fmt: skip
+    for name, members in expected.items():
+        found = books.indexes[name]
+        for member in sorted(members - found):
+            yield Violation(Rule.INDEX, f"{name} {member}", "listed", "missing")
+        for member in sorted(found - members):
+            yield Violation(Rule.INDEX, f"{name} {member}", "nothing", "listed")
+
+
+def _order_member(books: Snapshot, flow: FlowName) -> str:
+    lane, class_, key = flow
+    return f"{lane}:{class_}:{books.flows.get(flow, Flow()).tag:016d}:{key}"
+
+
+def _flow_counts(books: Snapshot) -> Iterator[Violation]:
+    for name in books.flows.keys() | books.waiting.keys():
+        flow, waiting = books.flows.get(name, Flow()), books.waiting.get(name, [])
+        about = f"flow {':'.join(name)}"
+        yield from _compared(
+            Rule.WAITING,
+            about,
+            waiting=(len(waiting), flow.waiting),
+            blocks=(sum(c.blocks for c in waiting), flow.blocks),
+        )
+        if (flow.weight > 0) != bool(waiting):
+            yield Violation(Rule.WAITING, f"{about} weight", "above 0 while calls wait, else 0", flow.weight)
+        if flow.parked and not waiting:
+            yield Violation(Rule.WAITING, f"{about} parked", 0, flow.parked)
+
+
+def _line_counts(books: Snapshot) -> Iterator[Violation]:
+    counts: dict[LineName, list[int]] = defaultdict(lambda: [0, 0, 0])
+    for flow, waiting in books.waiting.items():
+        count = counts[flow[:2]]
+        count[0] += len(waiting)
+        count[1] += sum(c.blocks for c in waiting)
+        count[2] += books.flows.get(flow, Flow()).weight
+    for name in books.lines.keys() | counts.keys():
+        line, (calls, blocks, weights) = books.lines.get(name, Line()), counts[name]
+        about = f"class {':'.join(name)}"
+        yield from _compared(
+            Rule.WAITING,
+            about,
+            waiting=(calls, line.waiting),
+            blocks=(blocks, line.blocks),
+            weights=(weights, line.weights),
+        )
+        if line.credit and not calls:
+            yield Violation(Rule.WAITING, f"{about} credit", "0 while nobody waits", line.credit)
+
+
+def _parked(books: Snapshot) -> Iterator[Violation]:
+    for flow, waiting in books.waiting.items():
+        if books.is_parked(flow) and not _capped(books, waiting[0]):
+            yield Violation(Rule.PARKED, f"flow {':'.join(flow)}", "in the order", "parked")
+
+
+def _holds(books: Snapshot) -> Iterator[Violation]:
+    seen: set[str] = set()
+    for name, replica in books.replicas.items():
+        if not replica.held_for:
+            continue
+        call = books.calls.get(replica.held_for)
+        if call is None or call.state != "queued":
+            yield Violation(Rule.HOLD, f"replica {name} held for", "a call that waits", replica.held_for)
+        if replica.state != "up":
+            yield Violation(Rule.HOLD, f"replica {name} state", "up", replica.state)
+        if replica.held_for in seen:
+            yield Violation(Rule.HOLD, f"replica {name} held for", "a call without a hold", replica.held_for)
+        seen.add(replica.held_for)
+
+
+def _blocked_heads(books: Snapshot) -> Iterator[Violation]:
+    for lane, id_ in books.blocked.items():
+        call = books.calls.get(id_)
+        if call is None or call.state != "queued" or call.lane != lane:
+            yield Violation(Rule.BLOCKED, f"lane {lane}", "a call that waits in it", id_)
+
+
+# -- what a dispatch leaves ------------------------------------------------------------------------------------------
+
+
+def _settled(books: Snapshot) -> bool:
+    """Whether the last script left nothing to do."""
+    return not books.dirty and not books.opens_at
+
+
+def _first_heads(books: Snapshot) -> Iterator[Call]:
+    """The heads that a dispatch looks at: of the first unparked flows of each configured lane and class."""
+    lines: dict[LineName, list[FlowName]] = defaultdict(list)
+    for flow in books.waiting:
+        if not books.is_parked(flow):
+            lines[flow[:2]].append(flow)
+    for lane, _ in books.fleet.lanes:
+        for class_, _ in books.fleet.classes:
+            flows = sorted(lines[lane, class_], key=lambda f: (books.flows.get(f, Flow()).tag, f[2]))
+            yield from (books.waiting[flow][0] for flow in flows[:LOOKAHEAD])
+
+
+def _startable(books: Snapshot) -> Iterator[Violation]:
+    if not _settled(books):
+        return
+    for head in _first_heads(books):
+        if _capped(books, head):
+            continue
+        for replica in books.replicas.values():
+            if _fits(books, head, replica):
+                yield Violation(Rule.DISPATCH, f"call {head.id}", f"started on {replica.name}", "queued")
+                break
+
+
+def _overtaken(books: Snapshot) -> Iterator[Violation]:
+    """Only a dispatch holds, and places taken at once ask for none: what they add lies on the replicas still."""
+    if not _settled(books):
+        return
+    holding = {replica.held_for for replica in books.replicas.values()}
+    heads = {head.id: head for head in _first_heads(books)}
+    for lane, id_ in books.blocked.items():
+        call = heads.get(id_)
+        if call is None or id_ in holding:
+            continue
+        usable = [r for r in books.replicas.values() if _could_use(books, call, r)]
+        passed_max = books.fleet.overtake_blocks + sum(r.used for r in usable)
+        free = sorted(r.name for r in usable if not r.held_for)
+        if free and call.passed > passed_max:
+            yield Violation(Rule.OVERTAKING, f"lane {lane} call {id_}", f"a hold on one of {free}", "none")
+
+
+def _capped(books: Snapshot, call: Call) -> bool:
+    key = books.keys.get(call.key, Key())
+    return (0 <= key.blocks_max < key.blocks + call.blocks) or (0 <= key.requests_max <= key.calls)
+
+
+def _could_use(books: Snapshot, call: Call, replica: Replica) -> bool:
+    return (
+        replica.state == "up"
+        and replica.pool in dict(books.fleet.lanes).get(call.lane, ())
+        and replica.name not in call.exclude
+        and call.blocks <= replica.usable
+        and call.sequences <= replica.sequences_max
+    )
+
+
+def _fits(books: Snapshot, call: Call, replica: Replica) -> bool:
+    idle, nothing_in_prefill = replica.used == 0, replica.prefill == 0
+    return (
+        _could_use(books, call, replica)
+        and replica.held_for in ("", call.id)
+        and (idle or replica.used + call.blocks <= replica.limit)
+        and replica.sequences + call.sequences <= replica.sequences_max
+        and (nothing_in_prefill or replica.prefill + call.prefill <= replica.prefill_max)
+    )
+
+
+def _quiet(books: Snapshot) -> Iterator[Violation]:
+    """The rest of an empty fleet follows from the sums and the indexes."""
+    if books.calls:
+        return
+    for flow in books.flows:
+        yield Violation(Rule.QUIET, f"flow {':'.join(flow)}", "none", "a record")
+    for lane, _ in books.fleet.lanes:
+        for class_, _ in books.fleet.classes:
+            line = books.lines.get((lane, class_), Line())
+            about = f"class {lane}:{class_}"
+            yield from _compared(Rule.QUIET, about, virtual=(0, line.virtual), credit=(0, line.credit))
+
+
+# -- what one script may change --------------------------------------------------------------------------------------
+
+
+def step_violations(before: Snapshot, after: Snapshot) -> list[Violation]:
+    """What is wrong with the way from one snapshot to the next, when one script ran between."""
+    checks = (_gone_back, _admitted_behind_the_gate, _admitted_above_the_limit)
+    return [violation for check in checks for violation in check(before, after)]
+
+
+def _gone_back(before: Snapshot, after: Snapshot) -> Iterator[Violation]:
+    for name in ("clock", "epoch", "arrivals"):
+        least, found = getattr(before, name), getattr(after, name)
+        if found < least:
+            yield Violation(Rule.CLOCK, name, f"at least {least}", found)
+    for owner in before.sessions.keys() & after.sessions.keys():
+        least, found = before.sessions[owner].batch, after.sessions[owner].batch
+        if found < least:
+            yield Violation(Rule.CLOCK, f"session {owner} batch", f"at least {least}", found)
+
+
+def _admitted(call: Call) -> bool:
+    """Granted by the order, which charges its flow; a call that was declared again has paid nothing."""
+    return call.state != "queued" and call.charged > 0
+
+
+def _newcomers(before: Snapshot, after: Iterable[Call]) -> list[Call]:
+    """Calls that hold a place which they did not hold before."""
+    places = {(id_, c.replica, c.attempt) for id_, c in before.calls.items()}
+    return [c for c in after if c.state != "queued" and (c.id, c.replica, c.attempt) not in places]
+
+
+def _admitted_behind_the_gate(before: Snapshot, after: Snapshot) -> Iterator[Violation]:
+    if not (before.opens_at and after.opens_at and before.epoch == after.epoch):
+        return
+    for call in _newcomers(before, after.calls.values()):
+        if _admitted(call):
+            yield Violation(Rule.GATE, f"call {call.id}", "queued or refused", call.state)
+
+
+def _admitted_above_the_limit(before: Snapshot, after: Snapshot) -> Iterator[Violation]:
+    """A lowered limit, calls declared by force, and one large call alone may exceed it; a grant on top may not."""
+    for name, replica in after.replicas.items():
+        was = before.replicas.get(name)
+        if was is None or was.limit != replica.limit or replica.used <= replica.limit:
+            continue
+        held = after.held.get(name, [])
+        new = _newcomers(before, held)
+        forced = sum(c.blocks for c in new if not _admitted(c))
+        rest = replica.used - forced
+        alone = len(held) - sum(not _admitted(c) for c in new) <= 1
+        if any(map(_admitted, new)) and rest > replica.limit and rest > was.used and not alone:
+            yield Violation(Rule.LIMIT, f"replica {name} used", f"at most {replica.limit}", rest)

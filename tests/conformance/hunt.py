@@ -1,0 +1,150 @@
+"""`python -m tests.conformance.hunt`: plants every fault and says how soon it is found; status 1 when one survives.
+
+Faults of the Lua are looked for by the state machine.  Faults of the Python around it are looked for by the tests that
+have to see them, run against a copy of the package with the fault in it.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import redis
+from hypothesis import Phase, Verbosity, settings
+
+import gateway
+from gateway.ledger.embedded import EmbeddedStore
+from gateway.ledger.scripts import load, script_folder
+from tests.conformance.machine import CALM, PARTS, BooksMachine, play
+from tests.conformance.mutants import MUTANTS
+from tests.conformance.python_mutants import PYTHON_MUTANTS, PythonMutant
+from tests.conformance.twin import Twin
+
+QUICK = settings(CALM, phases=(Phase.generate,), verbosity=Verbosity.quiet)
+CHECKOUT = Path(__file__).parents[2]
+TESTS_SECONDS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Hunted:
+    found: bool
+    effort: str
+    seconds: float
+
+
+def planted(fault: str) -> dict[str, str]:
+    """Every script that a fault of `MUTANTS` changes, by name."""
+    before, after = MUTANTS[fault]
+    texts = {name: load(name).text for name in ("step", "configure", "hello")}
+    found = {name: text.replace(before, after) for name, text in texts.items() if before in text}
+    assert found, f"the Lua has changed: plant `{fault}` anew"
+    return found
+
+
+class Caught(BaseException):
+    """Ends a hunt at once: Hypothesis would play the example again to show a failure that nobody looks at."""
+
+
+class HuntingTwin(Twin):
+    def evaluate(self, script: str, *arguments: Any) -> Any:
+        try:
+            return super().evaluate(script, *arguments)
+        except redis.ResponseError as failure:
+            raise Caught from failure
+
+    def compare(self, lua: Any, spec: Any) -> None:
+        try:
+            super().compare(lua, spec)
+        except AssertionError as failure:
+            raise Caught from failure
+
+
+class HuntingMachine(BooksMachine):
+    twins = HuntingTwin
+
+
+def hunt(client: "redis.Redis[bytes]", fault: str) -> Hunted:
+    """Play the suite until the comparison fails."""
+    texts, machines = planted(fault), list[BooksMachine]()
+
+    def new_machine() -> BooksMachine:
+        machines.append(HuntingMachine(client, texts))
+        return machines[-1]
+
+    started, found = time.monotonic(), False
+    try:
+        for part in range(PARTS):
+            play(new_machine, part, QUICK)
+    except (Caught, AssertionError):
+        found = True
+    finally:
+        client.flushall()
+    commands = sum(machine.commands for machine in machines)
+    return Hunted(found, f"{len(machines)} examples, {commands} commands", time.monotonic() - started)
+
+
+@contextmanager
+def faulty_package(mutant: PythonMutant) -> Iterator[Path]:
+    """A folder with the package and the scripts as they are, but for the fault."""
+    with tempfile.TemporaryDirectory(prefix="kvgate-fault-") as folder:
+        root = Path(folder)
+        package = Path(gateway.__file__).parent
+        shutil.copytree(package, root / "gateway", ignore=shutil.ignore_patterns("__pycache__", "_lua"))
+        shutil.copytree(script_folder(), root / "lua")
+        path = root / mutant.file
+        text = path.read_text()
+        assert mutant.before in text, f"{mutant.file} has changed: plant the fault anew"
+        path.write_text(text.replace(mutant.before, mutant.after))
+        yield root
+
+
+def hunt_python(mutant: PythonMutant) -> Hunted:
+    """Run the tests that have to fail."""
+    started = time.monotonic()
+    with faulty_package(mutant) as root:
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *mutant.tests]
+        environ = {**os.environ, "PYTHONPATH": str(root), "PYTHONSAFEPATH": "1"}
+        environ.pop("TEST_INSTALLED", None)
+        done = subprocess.run(
+            command,
+            cwd=CHECKOUT,
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=TESTS_SECONDS,
+            check=False,
+        )
+    failed = re.search(r"^FAILED \S+::(\w+)", done.stdout, re.MULTILINE)
+    assert done.returncode == 0 or failed, done.stdout[-2000:]
+    return Hunted(failed is not None, failed[1] if failed else "no test", time.monotonic() - started)
+
+
+def main() -> int:
+    """The table: fault, found or not, after how much, and in what time."""
+    store = EmbeddedStore()
+    store.start()
+    client = redis.Redis(unix_socket_path=str(store.socket), protocol=2)
+    survivors = 0
+    try:
+        for fault in [*MUTANTS, *PYTHON_MUTANTS]:
+            hunted = hunt(client, fault) if fault in MUTANTS else hunt_python(PYTHON_MUTANTS[fault])
+            survivors += not hunted.found
+            verdict = "found" if hunted.found else "SURVIVED"
+            print(f"{fault:50} {verdict:8} {hunted.effort:34} {hunted.seconds:5.1f} s", flush=True)
+    finally:
+        client.close()
+        store.stop()
+    print(f"\n{len(MUTANTS) + len(PYTHON_MUTANTS)} faults planted, {survivors} survived")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

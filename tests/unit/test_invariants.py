@@ -1,0 +1,240 @@
+"""Each rule sees its own corruption of books that hold, and says what it is about."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from gateway.core.books import Call, FleetConfig, Key, Replica
+from gateway.core.invariants import (
+    Flow,
+    Line,
+    Rule,
+    SessionRecord,
+    Snapshot,
+    step_violations,
+    violations,
+)
+
+RUNNING, WAITING, GRANTED = "00000000aa", "00000000bb", "00000000cc"
+FLEET = FleetConfig(6000, 1000, 20, (("a", ("p",)), ("b", ("p",))), (("high", 0), ("normal", 200)), ())
+
+
+def call(id_: str, state: str, blocks: int, arrival: int, **changes: Any) -> Call:
+    values: dict[str, Any] = {
+        "owner": "o0", "replica": "" if state == "queued" else "r0", "key": "k", "class_": "normal", "lane": "a",
+        "sequences": 1, "prefill": 5, "prefilling": 0, "cost": blocks, "deadline": 9000, "charged": 64 * blocks,
+    }  # fmt: skip
+    return Call(id=id_, state=state, blocks=blocks, arrival=arrival, **{**values, **changes})
+
+
+def books(**changes: Any) -> Snapshot:
+    """One replica of 20 blocks: 15 are taken by two calls, a call of 10 waits."""
+    calls = {
+        RUNNING: call(RUNNING, "reserved", 10, 1),
+        GRANTED: call(GRANTED, "unclaimed", 5, 2, prefilling=5),
+        WAITING: call(WAITING, "queued", 10, 3, charged=0),
+    }
+    values: dict[str, Any] = {
+        "fleet": FLEET, "epoch": 1, "clock": 5000, "opens_at": 0, "arrivals": 3, "dirty": False,
+        "replicas": {"r0": replica()},
+        "calls": calls,
+        "keys": {"k": Key(1, -1, -1, 15, 2)},
+        "flows": {("a", "normal", "k"): Flow(7, 1, 10, 1, 0)},
+        "lines": {("a", "normal"): Line(7, 1, 10, 1, 0)},
+        "blocked": {"a": WAITING},
+        "owners": {"o0": 9000},
+        "sessions": {"o0": SessionRecord(4, 1, 1, 1, 0xAA)},
+        "indexes": indexes(),
+    }  # fmt: skip
+    return Snapshot(**{**values, **changes})
+
+
+def replica(**changes: Any) -> Replica:
+    return replace(Replica("r0", "p", 20, 20, 10, 100, used=15, sequences=2, prefill=5), **changes)
+
+
+def indexes(**changes: set[str]) -> dict[str, frozenset[str]]:
+    found = {
+        "queue": {f"a:normal:k:000000000003:{WAITING}"},
+        "order": {"a:normal:0000000000000007:k"},
+        "parked": set(),
+        "owned": {f"o0:{id_}" for id_ in (RUNNING, WAITING, GRANTED)},
+        "outbox": {f"o0:{GRANTED}"},
+        "deadlines": {f"{WAITING}:9000"},
+    }
+    return {name: frozenset(members) for name, members in {**found, **changes}.items()}
+
+
+def with_call(id_: str, **changes: Any) -> Snapshot:
+    calls = dict(books().calls)
+    calls[id_] = replace(calls[id_], **changes)
+    return books(calls=calls)
+
+
+def parked(**key: int) -> Snapshot:
+    """The waiting flow is parked, rightly when its key is at a cap."""
+    return books(
+        flows={("a", "normal", "k"): Flow(7, 1, 10, 1, 1)},
+        indexes=indexes(order=set(), parked={"k:a:normal"}),
+        keys={"k": replace(Key(1, -1, -1, 15, 2), **key)},
+    )
+
+
+def empty(**changes: Any) -> Snapshot:
+    nothing: dict[str, Any] = {
+        "calls": {}, "flows": {}, "lines": {("a", "normal"): Line()}, "blocked": {}, "sessions": {}, "owners": {},
+        "keys": {"k": Key()}, "replicas": {"r0": replica(used=0, sequences=0, prefill=0)},
+        "indexes": dict.fromkeys(indexes(), frozenset()),
+    }  # fmt: skip
+    return books(**{**nothing, **changes})
+
+
+def rules(found: Snapshot) -> set[Rule]:
+    return {violation.rule for violation in violations(found)}
+
+
+@pytest.mark.parametrize("whole", [books(), empty(), parked(blocks_max=20), books(dirty=True)])
+def test_books_that_hold(whole: Snapshot) -> None:
+    assert violations(whole) == []
+
+
+CORRUPTIONS: list[tuple[Rule, str, Callable[[], Snapshot]]] = [
+    (Rule.RECORD, "record calls 00", lambda: books(unreadable=("calls 00",))),
+    (Rule.SUMS, "replica r0 used", lambda: books(replicas={"r0": replica(used=14)})),
+    (Rule.SUMS, "replica r0 used", lambda: books(replicas={"r0": replica(used=-1)})),
+    (Rule.SUMS, "replica r0 sequences", lambda: books(replicas={"r0": replica(sequences=3)})),
+    (Rule.SUMS, "replica r0 prefill", lambda: books(replicas={"r0": replica(prefill=0)})),
+    (Rule.HOLDINGS, "key k blocks", lambda: books(keys={"k": Key(1, -1, -1, 16, 2)})),
+    (Rule.HOLDINGS, "key k calls", lambda: books(keys={"k": Key(1, -1, -1, 15, 1)})),
+    (Rule.HOLDINGS, "key k blocks", lambda: books(keys={})),
+    (Rule.STATE, f"call {RUNNING} state", lambda: with_call(RUNNING, state="lost")),
+    (Rule.STATE, f"call {RUNNING} replica", lambda: with_call(RUNNING, replica="r9")),
+    (Rule.STATE, f"call {WAITING} replica", lambda: with_call(WAITING, replica="r0")),
+    (Rule.STATE, f"call {RUNNING} prefilling", lambda: with_call(RUNNING, prefilling=4)),
+    (Rule.ARRIVAL, f"call {GRANTED}", lambda: with_call(GRANTED, arrival=1)),
+    (Rule.ARRIVAL, f"call {RUNNING}", lambda: with_call(RUNNING, arrival=4)),
+    (Rule.OWNER, f"call {RUNNING} owner", lambda: with_call(RUNNING, owner="o9")),
+    (Rule.OWNER, "session o0", lambda: books(owners={})),
+    (Rule.DIGEST, "session o0 count", lambda: books(sessions={"o0": SessionRecord(4, 1, 1, 2, 0xAA)})),
+    (Rule.DIGEST, "session o0 sum", lambda: books(sessions={"o0": SessionRecord(4, 1, 1, 1, 0xAB)})),
+    (Rule.INDEX, f"outbox o0:{GRANTED}", lambda: books(indexes=indexes(outbox=set()))),
+    (Rule.INDEX, "owned o0:00000000dd", lambda: books(indexes=indexes(owned={*indexes()["owned"], "o0:00000000dd"}))),
+    (Rule.INDEX, f"deadlines {WAITING}:9000", lambda: books(indexes=indexes(deadlines={f"{WAITING}:9001"}))),
+    (Rule.INDEX, "order a:normal:0000000000000007:k", lambda: books(indexes=indexes(order=set()))),
+    (Rule.INDEX, f"queue a:normal:k:000000000003:{WAITING}", lambda: books(indexes=indexes(queue=set()))),
+    (Rule.WAITING, "flow a:normal:k waiting", lambda: books(flows={("a", "normal", "k"): Flow(7, 2, 10, 1, 0)})),
+    (Rule.WAITING, "flow a:normal:k weight", lambda: books(flows={("a", "normal", "k"): Flow(7, 1, 10, 0, 0)})),
+    (Rule.WAITING, "class a:normal blocks", lambda: books(lines={("a", "normal"): Line(7, 1, 9, 1, 0)})),
+    (Rule.WAITING, "class a:high credit", lambda: books(lines={**books().lines, ("a", "high"): Line(credit=5)})),
+    (Rule.PARKED, "flow a:normal:k", parked),
+    (Rule.HOLD, "replica r0 held for", lambda: books(replicas={"r0": replica(held_for=RUNNING)})),
+    (Rule.HOLD, "replica r0 state", lambda: books(replicas={"r0": replica(held_for=WAITING, state="down")})),
+    (Rule.BLOCKED, "lane a", lambda: books(blocked={"a": RUNNING})),
+    (Rule.BLOCKED, "lane b", lambda: books(blocked={"b": WAITING})),
+    (Rule.DISPATCH, f"call {WAITING}", lambda: books(replicas={"r0": replica(limit=25)})),
+    (Rule.OVERTAKING, f"lane a call {WAITING}", lambda: with_call(WAITING, passed=36)),
+    (Rule.QUIET, "flow a:normal:k", lambda: empty(flows={("a", "normal", "k"): Flow(tag=9)})),
+    (Rule.QUIET, "class a:normal virtual", lambda: empty(lines={("a", "normal"): Line(virtual=9)})),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rule", "about", "corrupt"), CORRUPTIONS, ids=lambda value: getattr(value, "name", "")
+)
+def test_a_corruption_is_seen(rule: Rule, about: str, corrupt: Callable[[], Snapshot]) -> None:
+    assert (rule, about) in {(v.rule, v.about) for v in violations(corrupt())}
+
+
+def test_a_violation_says_what_was_expected_and_what_was_found() -> None:
+    (violation,) = violations(books(replicas={"r0": replica(used=14)}))
+    text = "replica r0 used: a replica's figures are the sums of its calls: expected 15, found 14"
+    assert str(violation) == text
+
+
+def test_two_replicas_held_for_one_call() -> None:
+    other = Replica("r1", "p", 5, 20, 10, 100, held_for=WAITING)
+    found = violations(books(replicas={"r0": replica(held_for=WAITING), "r1": other}))
+    assert (Rule.HOLD, "replica r1 held for") in {(v.rule, v.about) for v in found}
+
+
+@pytest.mark.parametrize("changes", [{"dirty": True}, {"opens_at": 6000}], ids=["more to do", "gate closed"])
+def test_what_a_dispatch_has_not_looked_at_yet_is_no_violation(changes: dict[str, Any]) -> None:
+    room = {"r0": replica(limit=25)}
+    assert rules(books(replicas=room)) == {Rule.DISPATCH}
+    assert rules(books(replicas=room, **changes)) == set()
+
+
+@pytest.mark.parametrize(
+    "changes", [{"used": 11}, {"prefilling": 0}, {"state": "down"}, {"held_for": WAITING}]
+)
+def test_a_head_waits_rightly_when_nothing_fits(changes: dict[str, Any]) -> None:
+    """A hold for itself lets it in; of these only that one would be a violation, and only with room."""
+    full = {name: value for name, value in changes.items() if name not in ("used", "prefilling")}
+    assert Rule.DISPATCH not in rules(books(replicas={"r0": replica(**full)}))
+
+
+# -- one step --------------------------------------------------------------------------------------------------------
+
+
+def step_rules(before: Snapshot, after: Snapshot) -> set[Rule]:
+    return {violation.rule for violation in step_violations(before, after)}
+
+
+def arrived(used_before: int, **changes: Any) -> tuple[Snapshot, Snapshot]:
+    """A call of 10 blocks takes its place on the replica with 20."""
+    newcomer = call("00000000dd", "reserved", 10, 4, **changes)
+    before = books(replicas={"r0": replica(used=used_before)})
+    return before, replace(
+        before,
+        arrivals=4,
+        calls={**before.calls, newcomer.id: newcomer},
+        replicas={"r0": replica(used=used_before + 10)},
+    )
+
+
+def test_a_step_that_changes_nothing() -> None:
+    assert step_rules(books(), books()) == set()
+
+
+@pytest.mark.parametrize("name", ["clock", "epoch", "arrivals"])
+def test_what_only_rises_went_back(name: str) -> None:
+    assert step_rules(books(), replace(books(), **{name: 0})) == {Rule.CLOCK}
+
+
+def test_a_batch_after_a_later_one() -> None:
+    late = books(sessions={"o0": SessionRecord(3, 1, 1, 1, 0xAA)})
+    assert step_rules(books(), late) == {Rule.CLOCK}
+
+
+def test_a_grant_above_the_limit() -> None:
+    assert step_rules(*arrived(10)) == set()
+    assert step_rules(*arrived(11)) == {Rule.LIMIT}
+
+
+def test_a_call_declared_by_force_may_exceed_the_limit() -> None:
+    assert step_rules(*arrived(15, charged=0)) == set()
+
+
+def test_a_limit_lowered_in_the_same_step_excuses() -> None:
+    before, after = arrived(10)
+    assert step_rules(before, replace(after, replicas={"r0": replica(used=20, limit=15)})) == set()
+
+
+def test_a_large_call_alone_may_exceed_a_lowered_limit() -> None:
+    large = call("00000000dd", "reserved", 18, 4)
+    before = empty(replicas={"r0": replica(limit=15, used=0)})
+    after = replace(before, calls={large.id: large}, arrivals=4, replicas={"r0": replica(limit=15, used=18)})
+    assert step_rules(before, after) == set()
+
+
+def test_a_grant_behind_a_closed_gate() -> None:
+    before, after = arrived(10)
+    assert step_rules(replace(before, opens_at=9000), replace(after, opens_at=9000)) == {Rule.GATE}
+    assert step_rules(replace(before, opens_at=9000), after) == set(), "the step opened it first"
+
+
+def test_a_declaration_behind_a_closed_gate() -> None:
+    before, after = arrived(5, charged=0)
+    assert step_rules(replace(before, opens_at=9000), replace(after, opens_at=9000)) == set()
