@@ -4,6 +4,7 @@
 
 PYTHON ?= python3
 PORT ?= 8080
+SEEDS ?= 200
 VENV := .venv
 
 ifdef READY_PYTHON
@@ -20,7 +21,7 @@ REQUIRE_PYTHON = import sys; sys.version_info >= (3, 11) or sys.exit("kvgate nee
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run test test-vllm incident peak check fmt wheel constraints clean
+.PHONY: help run test test-ops test-vllm mutants faults sim soak incident peak check fmt wheel constraints clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -31,9 +32,24 @@ run: $(READY) ## Start a demo on port 8080 (or PORT=...): embedded Valkey, two p
 test: $(READY) ## Run the tests against what is installed in the environment
 	@PYTHONSAFEPATH=1 $(PY) -m pytest -n 2 --dist loadfile $(ARGS)
 
+test-ops: $(READY) ## Sentinel, Cluster, and the ledger on redis-server by TLS; installs Debian programs where it may
+	@PYTHONSAFEPATH=1 $(PY) tests/ops/run.py $(ARGS)
+
 test-vllm: $(READY) ## Set up a real vLLM for CPUs (2.5 GB in .venv-vllm), compare the mock with it, and gate it
 	@$(PY) tests/vllm/environment.py
 	@KVGATE_TEST_VLLM=1 PYTHONSAFEPATH=1 $(PY) -m pytest -p no:xdist -s tests/vllm $(ARGS)
+
+mutants: $(READY) ## Plant every fault in the ledger and show how soon it is found (3 minutes)
+	@$(PY) -m tests.conformance.hunt $(ARGS)
+
+faults: $(READY) ## Every fault on real processes (5 minutes): writes docs/reliability.md
+	@$(PY) -m tests.faults.report $(ARGS)
+
+sim: $(READY) ## Gateways, engines and clients under a virtual clock, with losses and crashes: SEEDS=200
+	@$(PY) -m tests.sim --seeds $(SEEDS) $(ARGS)
+
+soak: $(READY) ## The same minute for half an hour: what is kept of it has to stay flat
+	@$(PY) benchmarks/soak.py $(ARGS)
 
 incident: $(READY) ## Play the incident three times, write build/incident/report.html and docs/incident.svg, check the bounds
 	@$(PY) benchmarks/incident.py --svg docs/incident.svg

@@ -1,4 +1,4 @@
-"""Says which `gateway` the tests run against: the checkout, or the wheel that `.ci/run` installed."""
+"""Says which `gateway` the tests run against, the checkout or the wheel that `.ci/run` installed, and which store."""
 
 import os
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import gateway
+from tests.ops import redis_server
 
 CHECKOUT = Path(__file__).parents[1]
 FROM_CHECKOUT = Path(gateway.__file__).resolve().is_relative_to(CHECKOUT / "gateway")
@@ -17,7 +18,9 @@ def pytest_configure() -> None:
         raise pytest.UsageError("TEST_INSTALLED is set, but gateway is imported from the checkout")
 
 
-def pytest_report_header() -> str:
-    return (
-        f"kvgate {gateway.__version__}, gateway from {'the checkout' if FROM_CHECKOUT else 'site-packages'}"
-    )
+STORE = redis_server.apply(os.environ)
+
+
+def pytest_report_header() -> list[str]:
+    where = "the checkout" if FROM_CHECKOUT else "site-packages"
+    return [f"kvgate {gateway.__version__}, gateway from {where}", f"store: {STORE}"]

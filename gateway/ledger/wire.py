@@ -1,20 +1,25 @@
 """RESP over one socket: a command leaves at once, its reply is handed over where it arrives.
 
-redis-py does what is not on a call's way (subscriptions, reading state).  Through its streams, locks and time-outs a
+redis-py does what is not on a call's way (reading state).  Through its streams, locks and time-outs a
 reply takes three turns of the event loop more, and under load a turn lasts a millisecond.
 """
 
 import asyncio
 import ssl
 from collections import deque
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
 
 import hiredis
-from redis.asyncio.connection import parse_url
+
+from gateway.ledger.address import Address, Server
 
 Command = tuple[str | bytes | int, ...]
 Take = Callable[[Any], Any]
+Asked = TypeVar("Asked")
+
+SURVEY_SECONDS = 0.1
+"""How long the answer of every server is waited for; after that the first one has to do."""
 
 
 class StoreAway(Exception):
@@ -29,6 +34,7 @@ class Wire(asyncio.Protocol):
         self._waiting: deque[tuple[asyncio.Future[Any], Take | None]] = deque()
         self._transport: asyncio.Transport | None = None
         self._end: StoreAway | None = None
+        self._ended: asyncio.Future[None] | None = None
 
     def submit(self, command: Command, take: Take | None = None) -> asyncio.Future[Any]:
         """The reply, or what `take` makes of it in the socket's own callback.  Raises StoreAway when awaited."""
@@ -36,9 +42,30 @@ class Wire(asyncio.Protocol):
         if self._transport is None or self._end:
             _fail(answer, self._end or StoreAway("not connected"))
             return answer
-        self._waiting.append((answer, take))
-        self._transport.write(hiredis.pack_command(command))  # type: ignore[arg-type]  # its stub has a tuple of one
+        self._send(self._transport, command, answer, take)
         return answer
+
+    def _send(
+        self,
+        transport: asyncio.Transport,
+        command: Command,
+        answer: asyncio.Future[Any],
+        take: Take | None,
+    ) -> None:
+        self._waiting.append((answer, take))
+        transport.write(hiredis.pack_command(command))  # type: ignore[arg-type]  # its stub has a tuple of one
+
+    @property
+    def why(self) -> str:
+        """What ended it; nothing before that."""
+        return str(self._end) if self._end else ""
+
+    async def ended(self) -> None:
+        """Return when it has ended.  One task at a time."""
+        if self._end:
+            return
+        self._ended = asyncio.get_running_loop().create_future()
+        await self._ended
 
     def end(self, why: str) -> None:
         """Close at once; nothing that was sent is waited for any more."""
@@ -47,6 +74,8 @@ class Wire(asyncio.Protocol):
         self._end = StoreAway(why)
         if self._transport:
             self._transport.abort()
+        if self._ended and not self._ended.done():
+            self._ended.set_result(None)
         while self._waiting:
             answer, _ = self._waiting.popleft()
             if not answer.done():
@@ -85,12 +114,14 @@ def _fail(answer: asyncio.Future[Any], failure: Exception) -> None:
     answer.exception()
 
 
-async def connect(url: str) -> Wire:
-    """Connect and log in, as the URL says.  Raises StoreAway or OSError; the deadline is the caller's."""
-    options = parse_url(url)
-    wire = await _open(url, options)
+async def connect(address: Address, server: Server | None = None, make: Callable[[], Wire] = Wire) -> Wire:
+    """Connect and log in, to the address's only server where none is named.
+
+    Raises StoreAway or OSError; the deadline is the caller's.
+    """
+    wire = await _open(address, server or address.servers[0], make)
     try:
-        for command in _greeting(options):
+        for command in _greeting(address):
             await wire.submit(command)
     except BaseException:
         wire.end("not logged in")
@@ -98,21 +129,50 @@ async def connect(url: str) -> Wire:
     return wire
 
 
-async def _open(url: str, options: Any) -> Wire:
+async def _open(address: Address, server: Server, make: Callable[[], Wire]) -> Wire:
     loop = asyncio.get_running_loop()
-    if "path" in options:
-        _, wire = await loop.create_unix_connection(Wire, options["path"])
+    if server.path:
+        _, wire = await loop.create_unix_connection(make, server.path)
         return wire
-    tls = ssl.create_default_context() if url.startswith("rediss:") else None
-    _, wire = await loop.create_connection(Wire, options["host"], options.get("port", 6379), ssl=tls)
+    tls = ssl.create_default_context(cafile=address.ca_file or None) if address.tls else None
+    _, wire = await loop.create_connection(make, server.host, server.port, ssl=tls)
     return wire
 
 
-def _greeting(options: Any) -> list[Command]:
+def _greeting(address: Address) -> list[Command]:
     commands: list[Command] = []
-    if options.get("password"):
-        user = (options["username"],) if options.get("username") else ()
-        commands.append(("AUTH", *user, options["password"]))
-    if options.get("db"):
-        commands.append(("SELECT", options["db"]))
+    if address.password:
+        user = (address.username,) if address.username else ()
+        commands.append(("AUTH", *user, address.password))
+    if address.database:
+        commands.append(("SELECT", address.database))
     return commands
+
+
+async def survey(servers: Sequence[Server], ask: Callable[[Server], Awaitable[Asked]]) -> list[Asked]:
+    """What the servers answer, asked all at once: one that does not answer delays the others by SURVEY_SECONDS.
+
+    Raises StoreAway when none answers; the deadline is the caller's.
+    """
+    tasks = [asyncio.ensure_future(ask(server)) for server in servers]
+    try:
+        _, late = await asyncio.wait(tasks, timeout=SURVEY_SECONDS)
+        while late and not _answers(tasks):
+            _, late = await asyncio.wait(late, return_when=asyncio.FIRST_COMPLETED)
+        if answers := _answers(tasks):
+            return answers
+        raise StoreAway("; ".join(_told(*pair) for pair in zip(servers, tasks, strict=True)))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+def _answers(tasks: Sequence[asyncio.Future[Asked]]) -> list[Asked]:
+    """Of those that are done; their failures count as heard."""
+    return [task.result() for task in tasks if task.done() and not task.exception()]
+
+
+def _told(server: Server, task: asyncio.Future[Asked]) -> str:
+    failure = task.exception()
+    return f"{server}: {failure if isinstance(failure, StoreAway) else repr(failure)}"

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager, contextmanager
 import pytest
 import redis
 
+from gateway.ledger.address import parse
 from gateway.ledger.wire import StoreAway, Wire, connect
 from tests.integration.ledger_world import running_store
 
@@ -57,7 +58,7 @@ def free_port() -> int:
 
 async def test_replies_come_in_order_and_take_sees_them_first() -> None:
     with running_store() as store:
-        wire = await connect(store.url)
+        wire = await connect(parse(store.url))
         seen: list[object] = []
 
         def take(reply: object) -> object:
@@ -86,7 +87,7 @@ def guarded_store(user: str, password: str) -> Iterator[int]:
 async def test_the_url_says_how_to_log_in_and_which_database(user: str) -> None:
     with guarded_store(user, "p%ss") as port:
         name = "" if user == "default" else user
-        wire = await connect(f"redis://{name}:p%25ss@127.0.0.1:{port}/3")
+        wire = await connect(parse(f"redis://{name}:p%25ss@127.0.0.1:{port}/3"))
         told = await wire.submit(("CLIENT", "INFO"))
         assert b" db=3 " in told
         assert f" user={user} ".encode() in told
@@ -95,13 +96,13 @@ async def test_the_url_says_how_to_log_in_and_which_database(user: str) -> None:
 
 async def test_a_wrong_password_is_the_end_and_is_not_told() -> None:
     with guarded_store("default", "right") as port, pytest.raises(StoreAway, match="WRONGPASS") as failure:
-        await connect(f"redis://:wrong-one@127.0.0.1:{port}")
+        await connect(parse(f"redis://:wrong-one@127.0.0.1:{port}"))
     assert "wrong-one" not in str(failure.value)
 
 
 async def test_an_error_of_the_store_ends_everything_that_waits() -> None:
     with running_store() as store:
-        wire = await connect(store.url)
+        wire = await connect(parse(store.url))
         good, bad, after = (wire.submit(c) for c in (("PING",), ("EVALSHA", "0" * 40, 0), ("PING",)))
         assert await outcome(good) == b"PONG"
         assert "NOSCRIPT" in str(await outcome(bad))
@@ -121,7 +122,7 @@ async def test_what_is_no_reply_is_the_end(reply: bytes, why: str) -> None:
         await writer.drain()
 
     async with server(once) as url:
-        wire = await connect(url)
+        wire = await connect(parse(url))
         first = await outcome(wire.submit(("PING",)))
         assert first == b"PONG" or why in str(first)
         assert why in str(await outcome(wire.submit(("PING",))))
@@ -129,7 +130,7 @@ async def test_what_is_no_reply_is_the_end(reply: bytes, why: str) -> None:
 
 async def test_a_take_that_fails_fails_its_own_command_only() -> None:
     with running_store() as store:
-        wire = await connect(store.url)
+        wire = await connect(parse(store.url))
         failing = wire.submit(("PING",), lambda reply: 1 / 0)
         after = wire.submit(("PING",))
         with pytest.raises(ZeroDivisionError):
@@ -140,7 +141,7 @@ async def test_a_take_that_fails_fails_its_own_command_only() -> None:
 
 async def test_ending_it_is_told_to_those_who_wait_and_to_those_who_come() -> None:
     async with server(answering(b"")) as url:
-        wire = await connect(url)
+        wire = await connect(parse(url))
         waiting = wire.submit(("PING",))
         wire.end("no reply within 1 s")
         assert await outcome(waiting) == "no reply within 1 s"
@@ -153,7 +154,7 @@ async def test_one_that_nobody_opened_is_away() -> None:
 
 async def test_a_reply_to_one_that_was_given_up_is_skipped() -> None:
     with running_store() as store:
-        wire = await connect(store.url)
+        wire = await connect(parse(store.url))
         given_up, after = wire.submit(("ECHO", "a")), wire.submit(("ECHO", "b"))
         given_up.cancel()
         assert await outcome(after) == b"b"
