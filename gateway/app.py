@@ -64,7 +64,7 @@ class FleetRoom:
         self.watch = FleetWatch(_replica_specs(fleet), names, self._on_change, client=client)
         self.engines = WatchedEngines(_plan(settings, fleet), self.watch)
         store = settings.store
-        held = store.hold_seconds if store.on_outage == "hold" else 0.0
+        held = 0.0 if store.on_outage == "refuse" else store.hold_seconds
         self.ledger = ValkeyLedger(
             store.url,
             fleet.name,
@@ -72,6 +72,7 @@ class FleetRoom:
             HoldLimits(held, store.hold_calls_max, store.hold_bytes_max),
             observer,
             keep_lost=store.on_lease_lost == "keep",
+            share_seconds=store.share_seconds if store.on_outage == "share" else 0.0,
         )
         self.fleet = Fleet(fleet.name, self.engines, self.ledger)
         self.models = fleet.models
@@ -214,13 +215,14 @@ class Gateway:
                 fleet = {
                     "pools": {},
                     "reserved": None,
+                    "debt": None,
                     "leases": None,
                     "queue": None,
                     "queued": {},
                     "keys": {},
                 }
             fleets[room.fleet.name] = {**fleet, "inflight": inflight.get(room.fleet.name, 0)}
-        counts = ("reserved", "leases", "queue", "inflight")
+        counts = ("reserved", "debt", "leases", "queue", "inflight")
         sums = {name: _sum(fleet[name] for fleet in fleets.values()) for name in counts}
         return {"fleets": fleets, **sums, "ready": not self.problem()}
 

@@ -13,7 +13,7 @@ from datetime import UTC, date, datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
-from urllib.parse import SplitResult, parse_qsl, urlsplit
+from urllib.parse import SplitResult, parse_qsl, quote, urlsplit
 
 import msgspec
 import yaml
@@ -22,6 +22,8 @@ from msgspec.structs import replace
 
 INT_MAX = 2**31 - 1
 NAME_LENGTH_MAX = 40
+SERVERS_MAX = 16
+"""Sentinels, or nodes of a cluster, that `store.url` may name."""
 
 Name = Annotated[str, Meta(pattern=rf"\A[a-z0-9-]{{1,{NAME_LENGTH_MAX}}}\Z")]
 NameOrDefault = Annotated[str, Meta(pattern=rf"\A[a-z0-9-]{{0,{NAME_LENGTH_MAX}}}\Z")]
@@ -51,6 +53,9 @@ class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 class Store(_Strict, frozen=True, kw_only=True):
     url: str = "embedded"
+    """Once loaded it carries `ca_file`, so that whoever has the URL can connect."""
+    ca_file: Annotated[str, Meta(min_length=1)] | None = None
+    """Absolute once loaded."""
     on_outage: str = "hold"
     hold_seconds: Annotated[float, Meta(ge=0, le=60)] = 2
     hold_calls_max: Annotated[int, Meta(ge=0, le=65_536)] = 256
@@ -221,7 +226,7 @@ def load(path: Path, environ: Mapping[str, str]) -> Settings:
         _check(settings)
     except ConfigError as error:
         raise ConfigError(error.path, error.problem, document.where(error.path)) from None
-    return settings
+    return replace(settings, store=_with_ca_file(settings.store))
 
 
 def load_keys(path: Path, classes: Collection[str]) -> tuple[KeyEntry, ...]:
@@ -254,8 +259,8 @@ def load_secrets(settings: Settings, environ: Mapping[str, str]) -> Secrets:
 
 
 def without_password(url: str) -> str:
-    """A URL fit for logs."""
-    return re.sub(r"//[^/@]*@", "//***@", url)
+    """A URL fit for logs; a password may hold what should have been escaped."""
+    return re.sub(r"//.*@", "//***@", url, flags=re.DOTALL)
 
 
 # Reading ----------------------------------------------------------------------------------------------------
@@ -506,6 +511,13 @@ def _secret(path: str, variable: str, environ: Mapping[str, str]) -> str | None:
 
 T = TypeVar("T")
 
+_HOST = r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::\d{1,5})?"
+_SERVERS_PATH = {"redis+sentinel": r"/[A-Za-z0-9._-]+(/\d*)?", "redis+cluster": "/?"}
+"""What follows the hosts: the name that sentinels watch and a database; a cluster has one database."""
+_SERVERS_FORM = {
+    "redis+sentinel": "redis+sentinel://host:port,host:port/NAME/number",
+    "redis+cluster": "redis+cluster://host:port,host:port",
+}
 _NEVER_SHOWN = ("url", "sha256", "api_key_env", "token_env")
 """Values that hold a secret, or would if somebody pasted it in the wrong place."""
 
@@ -581,6 +593,7 @@ def _completed(settings: Settings, folder: Path) -> Settings:
     keys_file = auth.keys_file or ("keys.yaml" if auth.required else None)
     return replace(
         settings,
+        store=replace(settings.store, ca_file=_absolute(settings.store.ca_file, folder)),
         auth=replace(auth, keys_file=_absolute(keys_file, folder)),
         upstream=replace(upstream, ca_file=_absolute(upstream.ca_file, folder)),
         fleets=tuple(_completed_fleet(fleet, f"fleets[{i}]") for i, fleet in enumerate(settings.fleets)),
@@ -679,11 +692,21 @@ def _unique(path: str, names: Iterable[str], what: str) -> None:
         seen[name] = here
 
 
+def _with_ca_file(store: Store) -> Store:
+    """In a parameter that redis-py has for it."""
+    if store.ca_file is None:
+        return store
+    joint = "&" if "?" in store.url else "?"
+    return replace(store, url=f"{store.url}{joint}ssl_ca_certs={quote(store.ca_file)}")
+
+
 def _check_store(store: Store) -> None:
     _check_store_url(store.url)
-    if store.on_outage == "share":
-        raise ConfigError("store.on_outage", "share is not supported yet, only hold and refuse")
-    _one_of("store.on_outage", store.on_outage, ("hold", "refuse"))
+    if store.ca_file and not store.url.startswith("rediss://"):
+        raise ConfigError("store.ca_file", "goes with a store.url that starts with rediss://")
+    if store.ca_file and not Path(store.ca_file).is_file():
+        raise ConfigError("store.ca_file", f"no such file: {store.ca_file}")
+    _one_of("store.on_outage", store.on_outage, ("hold", "refuse", "share"))
     _one_of("store.on_lease_lost", store.on_lease_lost, ("cut", "keep"))
     if store.heartbeat_seconds >= store.lease_seconds / 2:
         raise ConfigError(
@@ -697,11 +720,13 @@ def _check_store_url(text: str) -> None:
     if text == "embedded":
         return
     grammar = text.partition("://")[0]
-    if grammar in ("redis+sentinel", "redis+cluster"):
-        raise ConfigError(path, f"{grammar}:// is not supported yet, only redis://, rediss:// and unix://")
+    if grammar in _SERVERS_PATH:
+        _check_servers(grammar, text)
+        return
     url = _split(text, path)
     if url.scheme not in ("redis", "rediss", "unix"):
-        raise ConfigError(path, "has to be embedded or start with redis://, rediss:// or unix://")
+        known = "redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://"
+        raise ConfigError(path, f"has to be embedded or start with {known}")
     if url.fragment or {name for name, _ in parse_qsl(url.query, keep_blank_values=True)} - {"db"}:
         raise ConfigError(path, "may have no parameter but db")
     if url.scheme == "unix":
@@ -710,6 +735,25 @@ def _check_store_url(text: str) -> None:
         return
     if not url.hostname or not re.fullmatch(r"(/\d*)?", url.path):
         raise ConfigError(path, f"has to be {url.scheme}://host:port/number, got {without_password(text)!r}")
+
+
+def _check_servers(grammar: str, text: str) -> None:
+    """Several servers, as `ledger/address.py` reads them."""
+    path = "store.url"
+    login, _, rest = text.removeprefix(f"{grammar}://").rpartition("@")
+    listed, slash, tail = rest.partition("/")
+    hosts = listed.split(",")
+    good = (
+        re.fullmatch(r"[\x21-\x2e\x30-\x3f\x41-\x7e]*", login)
+        and all(re.fullmatch(_HOST, host) for host in hosts)
+        and re.fullmatch(_SERVERS_PATH[grammar], slash + tail)
+    )
+    if not good:
+        raise ConfigError(path, f"has to be {_SERVERS_FORM[grammar]}, got {without_password(text)!r}")
+    if len(hosts) > SERVERS_MAX:
+        raise ConfigError(path, f"names {len(hosts)} servers, at most {SERVERS_MAX} are asked")
+    for host in hosts:
+        _split(f"{grammar}://{host}", path)
 
 
 def _check_classes(classes: tuple[PriorityClass, ...]) -> None:

@@ -73,6 +73,13 @@ class LeaseLost:
 
 
 @dataclass(frozen=True, slots=True)
+class AdmittedByShare:
+    """A call got its place from this process alone: the store is away, and `store.on_outage` is `share`."""
+
+    fleet: str
+
+
+@dataclass(frozen=True, slots=True)
 class Healed:
     """A difference between this process's reservations and the store's list, found by the digest and mended."""
 
@@ -82,7 +89,7 @@ class Healed:
     count: int
 
 
-Event = CallEnded | FirstToken | TokenGaps | StoreAnswered | StoreUp | LeaseLost | Healed
+Event = CallEnded | FirstToken | TokenGaps | StoreAnswered | StoreUp | LeaseLost | AdmittedByShare | Healed
 
 
 class Observer(Protocol):

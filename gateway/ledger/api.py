@@ -77,7 +77,7 @@ class Lost(Protocol):
 class Ledger(Protocol):
     @property
     def ready(self) -> bool:
-        """The store answers and its gate is open."""
+        """The store answers and its gate is open, or this process admits within a share of its own."""
         ...
 
     def known_refusal(self, lanes: Sequence[str], class_: str) -> Refusal | None:

@@ -100,6 +100,10 @@ class Channel:
         """An R of that id is waiting to be sent."""
         return ("R", id_) in self._moves
 
+    def carries(self, id_: str) -> bool:
+        """An op of that id is in the batch whose answer is missing."""
+        return self._batch is not None and any(op.arguments[1:2] == [id_] for op in self._batch.ops)
+
     def restart(self) -> None:
         """A new owner: nothing that was meant for the old one is sent."""
         self._frees.clear()

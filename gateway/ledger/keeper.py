@@ -60,7 +60,8 @@ class Keeper:
         self._sent: Awaitable[Reply] | None = None
         self._idle = asyncio.Event()
         self._configure = False
-        self._observed: dict[str, bool] = {}
+        self.observed: dict[str, bool] = {}
+        """Whether each replica answers that this process has seen stop or resume."""
         self._untold: set[str] = set()
         """Replicas whose last observation the store does not have."""
         self._told_run = ""
@@ -77,6 +78,8 @@ class Keeper:
         self._batches = 0
         """Carried out by the store."""
         self._beat_at = 0.0
+        self._read_at = 0.0
+        """When the books are read again for this process's share."""
         self._logged, self._logged_at = "", 0.0
 
     @property
@@ -104,7 +107,7 @@ class Keeper:
         self.wake()
 
     def observe(self, replica: str, up: bool) -> None:
-        self._observed[replica] = up
+        self.observed[replica] = up
         self._untold.add(replica)
         self.wake()
 
@@ -138,7 +141,7 @@ class Keeper:
     async def _connect(self) -> None:
         await self._connection.open()
         if self._connection.run_id != self._told_run:
-            self._untold.update(self._observed)
+            self._untold.update(self.observed)
         await self._send_config()
         if not self._owner:
             await self._say_hello()
@@ -176,6 +179,7 @@ class Keeper:
             if reply.status in ("fenced", "stale"):
                 return
             await self._act_on(reply)
+            self._failures = 0
             if not reply.more:
                 await self._rest()
 
@@ -185,7 +189,8 @@ class Keeper:
         assert self._sent is not None
         reply = await self._sent
         self._sent = self._sent_at = None
-        self._note_up()
+        self._gate_open = self._gate_open and reply.status == "ok"
+        self._note_up(session_kept=reply.status in ("ok", "epoch"))
         if reply.status == "ok":
             self._notice_policy(reply.policy)
             self._batches += 1
@@ -211,12 +216,14 @@ class Keeper:
             self._declare()
         elif reply.status == "unconfigured":
             await self._send_config()
-            self._untold.update(self._observed)
+            self._untold.update(self.observed)
         if self._differs and not self._ledger.channel.unanswered:
             await self._compare()
         if self._configure:
             await self._send_config()
         await self._tell_observations()
+        if reply.status == "ok":
+            await self._read_share()
 
     async def _rest(self) -> None:
         """Until there is something to send, or the next heartbeat is due."""
@@ -302,21 +309,29 @@ class Keeper:
             self._configure = True
             raise
         self._policy = reply[3]
-        for replica in self._observed.keys() - {r.name for r in config.replicas}:
-            del self._observed[replica]
+        for replica in self.observed.keys() - {r.name for r in config.replicas}:
+            del self.observed[replica]
             self._untold.discard(replica)
 
     async def _tell_observations(self) -> None:
         if self._now() >= self._tell_at:
             self._tell_at = self._now() + OBSERVE_SECONDS
-            self._untold.update(self._observed)
+            self._untold.update(self.observed)
         while self._untold:
             replica = min(self._untold)
-            up = self._observed[replica]
+            up = self.observed[replica]
             await self._connection.evaluate("configure", "", self._wake_prefix, "replica", replica, int(up))
-            if self._observed.get(replica) == up:
+            if self.observed.get(replica) == up:
                 self._untold.discard(replica)
         self._told_run = self._connection.run_id
+
+    async def _read_share(self) -> None:
+        """Once a heartbeat; behind a closed gate the books do not have all that runs yet."""
+        sharing, now = self._ledger.sharing, self._now()
+        if not sharing.seconds or not self._gate_open or now < self._read_at:
+            return
+        self._read_at = now + self._config().heartbeat_ms / 1000
+        await sharing.read(self._connection)
 
     async def _compare(self) -> None:
         listed: dict[str, str] = {}
@@ -333,18 +348,22 @@ class Keeper:
 
     # -- up and down ---------------------------------------------------------------------------------------------
 
-    def _note_up(self) -> None:
-        self._failures = 0
+    def _note_up(self, session_kept: bool) -> None:
         if self._away_since is not None:
             self._away_since = None
+            self._ledger.sharing.end(session_kept)
             self._observer(StoreUp(True))
             log.info("the store of fleet %s answers", self._ledger.fleet)
 
     def _note_away(self, why: str, with_traceback: bool = False) -> None:
+        """A connection that breaks may be this process's own misfortune; silence and a second failure are an outage."""
         now = self._now()
+        known = self.slow or self._away_since is not None
         if self._away_since is None:
             self._away_since = now
             self._observer(StoreUp(False))
+        if known:
+            self._ledger.sharing.begin()
         if why != self._logged or now - self._logged_at >= LOG_SECONDS:
             self._logged, self._logged_at = why, now
             log.error("the store of fleet %s is away: %s", self._ledger.fleet, why, exc_info=with_traceback)

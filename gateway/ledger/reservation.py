@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from enum import Enum, auto
+from functools import partial
 from typing import TYPE_CHECKING
 
 from gateway.core.outcomes import Refusal
@@ -31,8 +32,8 @@ class Ask:
     """`Reservation` of the Valkey ledger.  All methods run on the event loop; results come from the channel's task."""
 
     __slots__ = (
-        "_answer", "_asked_at", "_claiming", "_exclude", "_ledger", "_lost", "_prefill", "_started_at", "_timer",
-        "_used", "abandoned", "admission", "id", "phase", "queued", "replica",
+        "_answer", "_asked_at", "_claiming", "_ledger", "_lost", "_timer", "_unheard", "_used", "abandoned",
+        "admission", "by_force", "exclude", "id", "phase", "prefill", "queued", "replica", "started_at",
     )  # fmt: skip
 
     def __init__(self, ledger: "ValkeyLedger", id_: str, admission: Admission, lost: Lost) -> None:
@@ -43,18 +44,27 @@ class Ask:
         self.queued = False
         self.abandoned = False
         """The owner of the guard has left while the admit was under way."""
+        self.by_force = False
+        """Its next declaration takes its place whether there is room or not."""
         self._ledger = ledger
         self._lost = lost
         self._answer: asyncio.Future[Grant | Refusal] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._started_at = 0.0
+        self.started_at = 0.0
         """When the call began to be willing to wait; a move does not give it more time."""
         self._asked_at = 0.0
-        self._exclude: tuple[str, ...] = ()
-        self._prefill = admission.prefill
+        self.exclude: tuple[str, ...] = ()
+        self.prefill = admission.prefill
         """What it holds of a prefill budget until its first token."""
         self._claiming = False
+        self._unheard = False
+        """Admitted here while the store was away, which has answered nothing about this id yet."""
         self._used: tuple[int, int] = (-1, -1)
+
+    @property
+    def unanswered(self) -> bool:
+        """Its owner waits to be told."""
+        return self._answer is not None and not self._answer.done()
 
     # -- the request's side --------------------------------------------------------------------------------------
 
@@ -62,27 +72,34 @@ class Ask:
         refusal = self._ledger.may_ask(self.admission)
         if refusal:
             return refusal
-        self._started_at = self._ledger.now()
+        self.started_at = self._ledger.now()
         answer = self._expect()
-        self.ask()
+        if not self._ledger.sharing.admit(self):
+            self.ask()
         return await answer
 
     async def moved(self, exclude: str) -> Grant | Refusal:
         if self.phase is not Phase.RESERVED:
             return self._ledger.lost_refusal()
-        self._exclude = (*self._exclude, exclude)
-        self._prefill = self.admission.prefill
+        self.exclude = (*self.exclude, exclude)
+        self.prefill = self.admission.prefill
         self.phase = Phase.MOVING
         answer = self._expect()
-        self._ledger.channel.move(["M", self.id, [exclude]], self._on_move)
+        self._ledger.channel.move(["M", self.id, [exclude]], partial(self._on_move, self.id))
         self._ledger.wake()
+        self._ledger.sharing.move(self)
         return await answer
 
     def first_token(self) -> None:
-        if self.phase is Phase.RESERVED and self._prefill:
-            self._prefill = 0
-            self._ledger.channel.free(["F", self.id], self._on_claim)
-            self._ledger.wake()
+        if self.phase is not Phase.RESERVED or not self.prefill:
+            return
+        self.prefill = 0
+        self._ledger.sharing.first_token(self.id)
+        if self._ledger.channel.declares(self.id):  # an F would overtake it, and find nothing
+            self.redeclare(self.by_force)
+        else:
+            self._ledger.channel.free(["F", self.id], partial(self._on_claim, self.id))
+        self._ledger.wake()
 
     def settle(self, used_blocks: int | None, cost: int | None) -> None:
         if self.phase in (Phase.SETTLING, Phase.GONE):
@@ -90,13 +107,20 @@ class Ask:
         self._disarm()
         self._resolve(self._ledger.draining_refusal())
         self._used = (-1 if used_blocks is None else used_blocks, -1 if cost is None else cost)
-        dropped = self._ledger.channel.drop(self.id)
-        if self.phase is Phase.NEW or (self.phase is Phase.ASKED and dropped):
+        if self._recall():
             self.forget()
         elif self.phase is Phase.ASKED:
             self.abandoned = True
         else:
             self._send_settle()
+        self._ledger.sharing.give_back(self.id)
+
+    def _recall(self) -> bool:
+        """Take back what was not sent; True when the store has never heard of this id then."""
+        channel = self._ledger.channel
+        unheard = self._unheard and channel.declares(self.id) and not channel.carries(self.id)
+        dropped = channel.drop(self.id)
+        return unheard or self.phase is Phase.NEW or (self.phase is Phase.ASKED and dropped)
 
     # -- the channel's side --------------------------------------------------------------------------------------
 
@@ -112,17 +136,18 @@ class Ask:
         a = self.admission
         arguments = [
             "A", self.id, a.key, a.class_, a.lane, a.blocks, a.sequences, a.prefill, a.cost, self._wait_left_ms(),
-            a.weight, a.blocks_max, a.requests_max, a.queue_max, [], list(self._exclude), [],
+            a.weight, a.blocks_max, a.requests_max, a.queue_max, [], list(self.exclude), [],
         ]  # fmt: skip
-        self._ledger.channel.admit(arguments, self._on_admit)
+        self._ledger.channel.admit(arguments, partial(self._on_admit, self.id))
 
     def redeclare(self, force: bool) -> None:
         a = self.admission
+        self.by_force = self.by_force or force
         arguments = [
-            "R", self.id, self.replica, a.key, a.class_, a.lane, a.blocks, a.sequences, self._prefill, a.cost, a.weight,
-            a.blocks_max, a.requests_max, int(force),
+            "R", self.id, self.replica, a.key, a.class_, a.lane, a.blocks, a.sequences, self.prefill, a.cost, a.weight,
+            a.blocks_max, a.requests_max, int(self.by_force),
         ]  # fmt: skip
-        self._ledger.channel.move(arguments, self._on_redeclare)
+        self._ledger.channel.move(arguments, partial(self._on_redeclare, self.id))
 
     def rebuild(self, force: bool) -> None:
         """The store knows nothing of this owner any more: say again what is wanted or held."""
@@ -133,22 +158,40 @@ class Ask:
         elif self.phase in (Phase.ASKED, Phase.QUEUED, Phase.MOVING):
             self.ask()
 
+    def run_on(self, replica: str) -> None:
+        """Admitted by this process alone, and declared by force as soon as the store is back.
+
+        What the store may hold of the call by then, a ticket or a place elsewhere, is given back under the old id.
+        """
+        if not self._recall():
+            self._ledger.rename(self)
+        self._unheard = True
+        self._reserved(replica)
+        self.redeclare(force=True)
+
+    def refuse(self, refusal: Refusal) -> None:
+        self._resolve(refusal)
+
     def offered(self, replica: str) -> None:
         """The outbox lists this call: it has blocks on a replica from now on."""
         if self.phase is Phase.QUEUED:
             self._reserved(replica)
         if self.phase is Phase.RESERVED and not self._claiming:
             self._claiming = True
-            self._ledger.channel.free(["K", self.id], self._on_claim)
+            self._ledger.channel.free(["K", self.id], partial(self._on_claim, self.id))
 
     def forget(self) -> None:
         self._disarm()
         self.phase = Phase.GONE
         self._ledger.forget(self)
 
-    def _on_admit(self, result: Result) -> None:
+    # Each result comes with the id that was asked about: the call may have another one by then.
+
+    def _on_admit(self, id_: str, result: Result) -> None:
         if result[0] == "grant":
-            self._ledger.claimed(self.id)
+            self._ledger.claimed(id_)
+        if id_ != self.id:
+            return
         if self.abandoned:
             self._end_abandoned(result)
         elif self.phase in (Phase.ASKED, Phase.QUEUED):
@@ -169,9 +212,9 @@ class Ask:
         else:
             self._refused(result)
 
-    def _on_move(self, result: Result) -> None:
-        self._ledger.unclaimed(self.id)
-        if self.phase is not Phase.MOVING:
+    def _on_move(self, id_: str, result: Result) -> None:
+        self._ledger.unclaimed(id_)
+        if id_ != self.id or self.phase is not Phase.MOVING:
             return
         self._claiming = False
         if result[0] == "ticket":
@@ -179,16 +222,19 @@ class Ask:
         else:
             self.ask()
 
-    def _on_claim(self, result: Result) -> None:
+    def _on_claim(self, id_: str, result: Result) -> None:
         """Of K and F: both leave a claimed reservation behind unless it is gone."""
         if result[0] in ("grant", "ok"):
-            self._ledger.claimed(self.id)
+            self._ledger.claimed(id_)
 
-    def _on_redeclare(self, result: Result) -> None:
-        if result[0] in ("same", "declared"):
-            self._ledger.claimed(self.id)
+    def _on_redeclare(self, id_: str, result: Result) -> None:
+        declared = result[0] in ("same", "declared")
+        if declared:
+            self._ledger.claimed(id_)
+        if id_ != self.id:
             return
-        if self.phase is not Phase.RESERVED:
+        self._unheard = self.by_force = False
+        if declared or self.phase is not Phase.RESERVED:
             return
         if result[0] == "error":
             self._ledger.op_failed(result)
@@ -220,7 +266,7 @@ class Ask:
         return self._answer
 
     def _wait_left_ms(self) -> int:
-        waited_ms = int((self._ledger.now() - self._started_at) * 1000)
+        waited_ms = int((self._ledger.now() - self.started_at) * 1000)
         return max(self.admission.wait_ms - waited_ms, 0)
 
     def _wait_in_queue(self) -> None:
@@ -248,7 +294,7 @@ class Ask:
         self._resolve(self._ledger.away_refusal())
 
     def _waited_out(self) -> None:
-        waited_ms = int((self._ledger.now() - self._started_at) * 1000)
+        waited_ms = int((self._ledger.now() - self.started_at) * 1000)
         self._resolve(self._ledger.waited_out_refusal(waited_ms, self.admission))
 
     def _resolve(self, answer: Grant | Refusal) -> None:

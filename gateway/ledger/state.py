@@ -18,8 +18,8 @@ READ_SECONDS = 2.0
 
 
 @asynccontextmanager
-async def _reader(url: str) -> AsyncIterator[redis.asyncio.Redis]:
-    client = new_client(url)
+async def _reader(url: str, fleet: str) -> AsyncIterator[redis.asyncio.Redis]:
+    client = new_client(url, fleet_keys(fleet)[0])
     try:
         async with asyncio.timeout(READ_SECONDS):
             yield client
@@ -50,7 +50,7 @@ async def read_state(url: str, fleet: str) -> dict[str, Any]:
 
     The ledger keeps these sums, so no call is read one by one.  Raises StoreAway.
     """
-    async with _reader(url) as client:
+    async with _reader(url, fleet) as client:
         replicas = _records("replica", await _read(client, fleet, "replicas"))
         keys = _records("key", await _read(client, fleet, "keys"))
         meta = await _read(client, fleet, "meta")
@@ -60,6 +60,7 @@ async def read_state(url: str, fleet: str) -> dict[str, Any]:
     return {
         "pools": _pools(replicas),
         "reserved": sum(row["used"] for row in replicas.values()),
+        "debt": sum(map(_debt, replicas.values())),
         "leases": calls - waiting,
         "queue": waiting,
         "queued": queued,
@@ -78,11 +79,17 @@ def _pools(replicas: dict[str, dict[str, Any]]) -> dict[str, Any]:
         pool["replicas"][name] = {
             "limit": row["limit"],
             "reserved": row["used"],
+            "debt": _debt(row),
             "sequences": row["sequences"],
             "prefill_tokens": row["prefill"],
             "state": row["state"],
         }
     return pools
+
+
+def _debt(replica: dict[str, Any]) -> int:
+    """Blocks held above the limit: declared by force, or the limit was lowered under them."""
+    return max(int(replica["used"]) - int(replica["limit"]), 0)
 
 
 def _queued(meta: dict[str, bytes]) -> dict[str, dict[str, int]]:

@@ -5,7 +5,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +13,14 @@ from gateway.core.books import FleetConfig
 from gateway.core.events import Healed, Observer
 from gateway.core.order import DIGEST_MODULUS, FIRST_APPOINTMENT_MS, ID_BITS
 from gateway.core.outcomes import Code, Refusal
+from gateway.core.share import Denied
 from gateway.ledger.api import Admission, Lost
 from gateway.ledger.channel import Channel, Result
 from gateway.ledger.connection import REPLY_SECONDS, Connection
 from gateway.ledger.keeper import Keeper
 from gateway.ledger.reservation import Ask, Phase
 from gateway.ledger.scripts import key_prefix
+from gateway.ledger.share import Sharing
 from gateway.ledger.state import read_state
 
 log = logging.getLogger(__name__)
@@ -62,9 +64,13 @@ class ValkeyLedger:
         now: Callable[[], float] = time.monotonic,
         reply_seconds: float = REPLY_SECONDS,
         keep_lost: bool = False,
+        share_seconds: float = 0.0,
     ) -> None:
         """`keep_lost` (`store.on_lease_lost: keep`): a call whose place was given away while this process was fenced
-        is declared again by force, over the limit, instead of being reported to its `Lost`."""
+        is declared again by force, over the limit, instead of being reported to its `Lost`.
+
+        `share_seconds` (`store.on_outage: share`): so long after the store went away this process still admits, within
+        its part of what was free; 0 = it does not."""
         self.fleet = fleet
         self.now = now
         self.hold_seconds = hold.seconds or reply_seconds
@@ -78,6 +84,7 @@ class ValkeyLedger:
         self._claimed: set[str] = set()
         self._claimed_sum = 0
         self._known: dict[tuple[str, str], _Known] = {}
+        self.sharing = Sharing(self, self._asks, config, share_seconds, observer)
         prefix = key_prefix(fleet) + "wake:"
         self.channel = Channel(prefix, self.offer)
         self._keeper = Keeper(
@@ -88,7 +95,17 @@ class ValkeyLedger:
 
     @property
     def ready(self) -> bool:
-        return self._keeper.ready
+        return self._keeper.ready or self.sharing.active
+
+    @property
+    def away_seconds(self) -> float | None:
+        """How long the store has been away; None while it answers."""
+        return self._keeper.away_seconds
+
+    @property
+    def observed(self) -> Mapping[str, bool]:
+        """Whether each replica answers that this process has seen stop or resume."""
+        return self._keeper.observed
 
     @property
     def inflight(self) -> int:
@@ -126,13 +143,16 @@ class ValkeyLedger:
         return found[0].refusal
 
     def may_ask(self, admission: Admission) -> Refusal | None:
-        """While the store is away or slow, few calls wait for it; none once it has been away too long."""
+        """While the store is away or slow, few calls wait for it; none once it has been away too long.
+
+        Where this process has a share, none waits: it admits or refuses at once.
+        """
         if self._closing:
             return self.draining_refusal()
         away = self._keeper.away_seconds
-        if away is None and not self._keeper.slow:
+        if self.sharing.active or (away is None and not self._keeper.slow):
             return None
-        if away is not None and away >= self._hold.seconds:
+        if away is not None and (self.sharing.begun or away >= self._hold.seconds):
             return self.away_refusal()
         held = [
             a.admission.body_bytes for a in self._asks.values() if a.phase is Phase.ASKED and not a.abandoned
@@ -165,6 +185,7 @@ class ValkeyLedger:
         Needs `run` to go on; calls that still wait for a place are refused.
         """
         self._closing = True
+        self.sharing.stop()
         for ask in list(self._asks.values()):
             ask.settle(None, None)
         with contextlib.suppress(TimeoutError):
@@ -178,6 +199,13 @@ class ValkeyLedger:
 
     def forget(self, ask: Ask) -> None:
         self._asks.pop(ask.id, None)
+
+    def rename(self, ask: Ask) -> None:
+        """The call goes on under a new id; whatever the store holds under the old one is settled."""
+        del self._asks[ask.id]
+        self._settle_unknown(ask.id)
+        ask.id = self._new_id()
+        self._asks[ask.id] = ask
 
     def claimed(self, id_: str) -> None:
         if id_ not in self._claimed:
@@ -222,6 +250,16 @@ class ValkeyLedger:
     def away_refusal(self) -> Refusal:
         message = "the store of reservations does not answer"
         return Refusal(Code.STORE_UNAVAILABLE, message, retry_ms=FIRST_APPOINTMENT_MS)
+
+    def share_refusal(self, denied: Denied, admission: Admission) -> Refusal:
+        if denied.code is Code.STORE_UNAVAILABLE:
+            message = (
+                f"the store of reservations does not answer; the request needs {denied.measured} KV blocks, and this "
+                f"gateway's share of one replica has {denied.limit} free at most"
+            )
+        else:
+            message = _words(denied.code, denied.knob, denied.measured, denied.limit, admission)
+        return Refusal(denied.code, message, retry_ms=FIRST_APPOINTMENT_MS)
 
     def _hold_refusal(self, unit: str, measured: int, limit: int) -> Refusal:
         message = f"{measured} {unit} wait for the store of reservations, store.hold_{unit}_max is {limit}"

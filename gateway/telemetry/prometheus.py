@@ -21,6 +21,7 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 
 from gateway.core.events import (
+    AdmittedByShare,
     CallEnded,
     Event,
     FirstToken,
@@ -160,6 +161,7 @@ class Metrics(Collector):
             FirstToken: self._on_first,
             StoreAnswered: lambda event: self._store.add((), event.milliseconds / 1_000),
             StoreUp: self._on_store,
+            AdmittedByShare: lambda event: self._shared.add((self._known.fleet(event.fleet),)),
             LeaseLost: lambda event: self._expired.add((self._known.fleet(event.fleet),)),
             Healed: lambda event: self._healed.add((self._known.fleet(event.fleet),), event.count),
         }
@@ -202,6 +204,9 @@ class Metrics(Collector):
         )
         self._expired = _Counter("kvgate_leases_expired", "Leases that this process lost", ("fleet",))
         self._healed = _Counter("kvgate_healed", "Differences from the store that were mended", ("fleet",))
+        self._shared = _Counter(
+            "kvgate_share_admissions", "Calls admitted by this process alone, without the store", ("fleet",)
+        )
         self._reload_failures = _Counter(
             "kvgate_keys_reload_failures", "Changes of the keys file not used", ()
         )
@@ -224,7 +229,7 @@ class Metrics(Collector):
         )
         self._store = _Histogram("kvgate_store_seconds", "Round trips to the store", (), STORE_SECONDS)
         self._families = (
-            self._calls, self._expired, self._healed, self._reload_failures, self._refusals, self._waits,
+            self._calls, self._expired, self._healed, self._shared, self._reload_failures, self._refusals, self._waits,
             self._ttft, self._gaps, self._unused, self._errors, self._store,
         )  # fmt: skip
 
@@ -271,7 +276,7 @@ class Metrics(Collector):
             for labels, replica in self._replicas(fleet, state):
                 _sum(reserved, labels, replica.get("reserved"))
                 _sum(limit, labels, replica.get("limit"))
-                _sum(debt, labels, _debt(replica))
+                _sum(debt, labels, replica.get("debt"))
             for lane, classes in _items(state.get("queued")):
                 for class_, tickets in _items(classes):
                     labels = (*self._known.pool(fleet, lane), self._known.class_(class_))
@@ -293,13 +298,6 @@ class Metrics(Collector):
 def _items(value: Any) -> Iterable[tuple[str, Any]]:
     """Nothing where the state lacks a level."""
     return value.items() if isinstance(value, Mapping) else ()
-
-
-def _debt(replica: Mapping[str, Any]) -> float | None:
-    reserved, limit = replica.get("reserved"), replica.get("limit")
-    if not isinstance(reserved, int | float) or not isinstance(limit, int | float):
-        return None
-    return max(0, reserved - limit)
 
 
 def _sum(values: dict[Labels, float], labels: Labels, value: Any) -> None:

@@ -13,8 +13,10 @@ import redis
 from gateway.core.events import LeaseLost, StoreUp
 from gateway.core.outcomes import Code, Refusal
 from gateway.ledger.api import Grant
+from gateway.ledger.keeper import PAUSES_SECONDS
 from gateway.ledger.scripts import fleet_keys, load
 from gateway.ledger.valkey import HoldLimits
+from gateway.ledger.wire import StoreAway
 from tests.faults.proxy import store_proxy
 from tests.integration.ledger_world import HOLD, eventually, running_store, world
 
@@ -324,7 +326,7 @@ async def test_a_difference_is_found_and_mended(path, busy, monkeypatch):
     async with world(path, 1000) as w, store_proxy(path) as proxy:
         m = await w.join(proxy.url)
         asks = [await m.reserve(10) for _ in range(7)]
-        traffic = [asyncio.create_task(_traffic(m, i / 1000)) for i in range(10 if busy else 0)]
+        traffic = [asyncio.create_task(come_and_go(m, i / 1000)) for i in range(10 if busy else 0)]
         proxy.reply_seconds = 0.005
         owner = w.calls()[asks[0].id]["owner"]
         assert step(w, owner, ["S", asks[0].id, -1, -1], FOREIGN) == [[b"settled"], [b"grant", b"r0"]]
@@ -340,7 +342,7 @@ async def test_a_difference_is_found_and_mended(path, busy, monkeypatch):
         assert m.healed() == {"settled": 1, "redeclared": 1}, "once"
 
 
-async def _traffic(m, pause_seconds):
+async def come_and_go(m, pause_seconds):
     """Several, each of another rhythm, leave something to send whenever a reply comes."""
     while True:
         ask = m.open(1)
@@ -523,3 +525,19 @@ async def test_calls_that_run_are_not_touched_by_an_outage(path):
         await eventually(w.empty)
         assert m.lost == []
         assert m.healed() == {}
+
+
+async def test_a_store_that_fails_after_every_batch_is_asked_less_and_less(path, monkeypatch):
+    """One script of it is broken, and the connection ends with the error: a batch that went well does not start the
+    pauses anew."""
+
+    async def fails(_keeper):
+        raise StoreAway("ERR one script is broken")
+
+    async with world(path, 100) as w:
+        m = await w.join()
+        monkeypatch.setattr("gateway.ledger.keeper.Keeper._compare", fails)
+        keeper = m.ledger._keeper
+        keeper._differs = True
+        keeper.wake()
+        await eventually(lambda: keeper._failures > len(PAUSES_SECONDS))

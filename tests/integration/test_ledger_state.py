@@ -28,10 +28,10 @@ async def test_replicas_calls_queue_and_holdings(path, monkeypatch):
         state = await m.ledger.state()
         replicas = state["pools"]["p"]["replicas"]
         assert replicas["r1"] == {
-            "limit": 50, "reserved": 0, "sequences": 0, "prefill_tokens": 0, "state": "up",
+            "limit": 50, "reserved": 0, "debt": 0, "sequences": 0, "prefill_tokens": 0, "state": "up",
         }  # fmt: skip
         assert replicas["r0"] == {
-            "limit": 1000, "reserved": 910, "sequences": 2, "prefill_tokens": 900, "state": "up",
+            "limit": 1000, "reserved": 910, "debt": 0, "sequences": 2, "prefill_tokens": 900, "state": "up",
         }  # fmt: skip
         assert (state["reserved"], state["leases"], state["queue"]) == (910, 2, 3)
         assert state["queued"] == {"a": {"normal": 2, "high": 1}}
@@ -58,7 +58,8 @@ async def test_all_pages_of_many_calls(path):
 async def test_a_fleet_that_the_store_does_not_know_is_empty(path):
     async with world(path, 100) as w:
         state = await w.add().ledger.state()
-        assert state == {"pools": {}, "reserved": 0, "leases": 0, "queue": 0, "queued": {}, "keys": {}}
+        counts = {"reserved": 0, "debt": 0, "leases": 0, "queue": 0}
+        assert state == {"pools": {}, "queued": {}, "keys": {}, **counts}
 
 
 @pytest.mark.parametrize("how", ["nobody listens", "nobody answers"])

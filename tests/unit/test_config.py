@@ -140,11 +140,19 @@ def test_anchors_are_copies(tmp_path: Path) -> None:
         ("queue.depth_max", -1, "queue.depth_max: expected whole number >= 0, got -1"),
         ("queue.seconds_max", 0, "queue.seconds_max: expected number > 0"),
         ("store.heartbeat_seconds", 3, "store.heartbeat_seconds: 3 has to be under half of store.lease_seconds (6)"),
-        ("store.on_outage", "share", "store.on_outage: share is not supported yet"),
-        ("store.on_outage", "panic", "store.on_outage: has to be one of hold, refuse, got 'panic'"),
+        ("store.on_outage", "panic", "store.on_outage: has to be one of hold, refuse, share, got 'panic'"),
         ("store.on_lease_lost", "x", "store.on_lease_lost: has to be one of cut, keep"),
-        ("store.url", "redis+sentinel://h1:26379,h2:26379/m/0", "store.url: redis+sentinel:// is not supported yet"),
-        ("store.url", "redis+cluster://h1:6379", "store.url: redis+cluster:// is not supported yet"),
+        ("store.url", "redis+sentinel://h1:26379,h2:26379", "store.url: has to be redis+sentinel://host:port,host"),
+        ("store.url", "redis+sentinel://h1/my name/0", "store.url: has to be redis+sentinel://host:port,host:port/NA"),
+        ("store.url", "redis+sentinel://h1/m/zero", "store.url: has to be redis+sentinel://host:port,host:port/NAME/"),
+        ("store.url", "redis+sentinel://h1,,h2/m/0", "store.url: has to be redis+sentinel://host:port,host:port/NAME"),
+        ("store.url", "redis+sentinel://h1,h2:0/m", "store.url: is not a URL with a port of 1 to 65535"),
+        ("store.url", "redis+cluster://h1:6379/1", "store.url: has to be redis+cluster://host:port,host:port, got"),
+        ("store.url", "redis+cluster://", "store.url: has to be redis+cluster://host:port,host:port, got"),
+        ("store.url", "redis+cluster://" + ",".join("abcdefghijklmnopq"), "store.url: names 17 servers, at most 16"),
+        ("store.url", "redis+cluster://h1:99999", "store.url: is not a URL with a port of 1 to 65535"),
+        ("store.ca_file", "ca.pem", "store.ca_file: goes with a store.url that starts with rediss://"),
+        ("store", {"url": "rediss://h", "ca_file": "none.pem"}, "store.ca_file: no such file"),
         ("store.url", "http://h", "store.url: has to be embedded or start with"),
         ("store.url", "unix://", "store.url: names no socket"),
         ("store.url", "redis://h:99999", "store.url: is not a URL with a port"),
@@ -329,6 +337,9 @@ def test_an_unset_admin_token_is_none(tmp_path: Path) -> None:
     ("path", "value"),
     [
         ("store.url", "redis://:hunter2@h/x"),
+        ("store.url", "redis+sentinel://me:hunter2@h1,h2"),
+        ("store.url", "redis+cluster://me:hunter2@h1,h2/9"),
+        ("store.url", "redis+cluster://me:hunter2/@h1"),
         ("store.url", ["redis://:hunter2@h"]),
         ("upstream.api_key_env", "sk-hunter2"),
         ("upstream.api_key", "hunter2"),
@@ -339,7 +350,16 @@ def test_secrets_in_the_wrong_place_are_not_repeated(tmp_path: Path, path: str, 
     assert "hunter2" not in problem(tmp_path, with_(small(), path, value))
 
 
+def test_the_url_of_the_store_carries_its_certificates(tmp_path: Path) -> None:
+    (tmp_path / "our ca.pem").write_text("")
+    for url, joint in (("rediss://h:1/0", "?"), ("rediss://h:1?db=3", "&")):
+        store = loaded(tmp_path, small() | {"store": {"url": url, "ca_file": "our ca.pem"}}).store
+        assert store.ca_file == f"{tmp_path}/our ca.pem"
+        assert store.url == f"{url}{joint}ssl_ca_certs={tmp_path}/our%20ca.pem"
+
+
 def test_a_password_is_taken_out_of_a_url() -> None:
+    assert without_password("redis+sentinel://me:secret@h1,h2/m/0") == "redis+sentinel://***@h1,h2/m/0"
     assert without_password("redis://me:secret@h:1/0") == "redis://***@h:1/0"
     assert without_password("redis://h:1/0") == "redis://h:1/0"
 

@@ -7,6 +7,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.core.events import (
+    AdmittedByShare,
     CallEnded,
     Event,
     FirstToken,
@@ -104,6 +105,8 @@ def test_events_of_streams_and_store() -> None:
         LeaseLost("llama"),
         Healed("qwen", "settled", 3),
         Healed("qwen", "redeclared", 1),
+        AdmittedByShare("llama"),
+        AdmittedByShare("llama"),
         FirstToken("qwen", "all", "low", 250.0),
     ]
     for event in events:
@@ -112,6 +115,7 @@ def test_events_of_streams_and_store() -> None:
     assert value(source, "kvgate_store_seconds_bucket", le="0.00025") == 1
     assert value(source, "kvgate_leases_expired_total", fleet="llama") == 1
     assert value(source, "kvgate_healed_total", fleet="qwen") == 4
+    assert value(source, "kvgate_share_admissions_total", fleet="llama") == 2
     assert value(source, "kvgate_ttft_seconds_bucket", fleet="qwen", pool="all", class_="low", le="0.25") == 1
     source(StoreUp(False))
     assert value(source, "kvgate_store_up") == 0
@@ -135,8 +139,8 @@ def test_inflight_is_read_at_each_scrape() -> None:
 def test_the_state_of_the_store_becomes_gauges() -> None:
     source = metrics()
     replicas = {
-        "s0": {"limit": 100, "reserved": 130, "sequences": 2, "prefill_tokens": 0, "state": "up"},
-        "s1": {"limit": 100, "reserved": 40},
+        "s0": {"limit": 100, "reserved": 130, "debt": 30, "sequences": 2, "prefill_tokens": 0, "state": "up"},
+        "s1": {"limit": 100, "reserved": 40, "debt": 0},
         "gone": {"limit": 0, "reserved": 5},
         "gone-too": {"limit": 0, "reserved": 6},
     }
