@@ -160,11 +160,11 @@ def _end(process: "subprocess.Popen[Any]", sig: int = signal.SIGTERM, seconds: f
 class World:
     """What one test needs, ended in reverse order."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *store_options: str) -> None:
         self.folder = folder
         self._stack = contextlib.ExitStack()
         self._gateways = 0
-        self.store = EmbeddedStore()
+        self.store = EmbeddedStore(*store_options)
         self._stack.callback(self.store.stop)
         self.store.start()
 
@@ -215,9 +215,9 @@ class World:
 
 
 @contextlib.contextmanager
-def world() -> Iterator[World]:
+def world(*store_options: str) -> Iterator[World]:
     with tempfile.TemporaryDirectory(prefix="kvgate-test-") as folder:
-        here = World(Path(folder))
+        here = World(Path(folder), *store_options)
         try:
             yield here
         finally:

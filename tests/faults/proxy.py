@@ -3,37 +3,57 @@
 import asyncio
 import contextlib
 import tempfile
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from gateway.ledger.scripts import KEY_NAMES
+
 CHUNK = 1 << 18
+_NO_TIME = f":{KEY_NAMES[-1]}\r\n$0\r\n\r\n".encode()
+"""In a request: the last key, and `now` left to the store's own clock."""
+_MESSAGE = b"*3\r\n$7\r\nmessage\r\n"
+"""How a message of a subscription begins (RESP2)."""
 
 
 class StoreProxy:
-    """On a unix socket of its own, in front of the store's."""
+    """In front of the store's unix socket, on a unix socket of its own or, without a path, on a port of loopback."""
 
-    def __init__(self, path: Path, target: str) -> None:
+    def __init__(self, path: Path | None, target: str) -> None:
         self.url = f"unix://{path}"
         self.reply_seconds = 0.0
         """Replies are so late."""
         self.black_hole = False
         """Bytes are read and go nowhere, in both directions."""
+        self.deaf = False
+        """Messages of subscriptions are lost."""
         self.swallow = b""
         """The reply to a request that contains this is lost once, with its connection."""
+        self.swallow_after = 0
+        """Bytes of that reply that still pass."""
+        self.on_swallow: Callable[[], None] = lambda: None
+        """Called between those bytes and the end of the connection."""
         self.swallowed = 0
+        self.clock_shift_ms = 0
+        """The store's clock is so far off: every script that asks for the time gets this one."""
         self._path = path
         self._target = target
         self._server: asyncio.Server | None = None
         self._links: set[_Link] = set()
 
     async def open(self) -> None:
-        self._server = await asyncio.start_unix_server(self._accept, self._path, limit=CHUNK)
+        if self._path:
+            self._server = await asyncio.start_unix_server(self._accept, self._path, limit=CHUNK)
+        else:
+            self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0, limit=CHUNK)
+            self.url = f"redis://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     async def refuse(self) -> None:
         """Nobody listens any more."""
         if self._server:
             self._server.close()
+        if self._path:
             self._path.unlink(missing_ok=True)
         self.cut()
 
@@ -105,29 +125,41 @@ class _Link:
                     continue
                 if self._proxy.swallow and self._proxy.swallow in data:
                     self._proxy.swallow, self._losing = b"", True
-                self._store[1].write(data)
+                self._store[1].write(self._timed(data))
                 await self._store[1].drain()
         with contextlib.suppress(OSError, RuntimeError):
             self._store[1].write_eof()
+
+    def _timed(self, data: bytes) -> bytes:
+        shift_ms = self._proxy.clock_shift_ms
+        if not shift_ms or _NO_TIME not in data:
+            return data
+        now = b"%d" % (time.time() * 1000 + shift_ms)
+        return data.replace(_NO_TIME, _NO_TIME[:-6] + b"$%d\r\n%s\r\n" % (len(now), now))
 
     async def _pass_replies(self) -> None:
         with contextlib.suppress(OSError):
             while data := await self._store[0].read(CHUNK):
                 if self._losing:
-                    self._proxy.swallowed += 1
+                    self._lose(data)
                     break
                 if self._proxy.reply_seconds:
                     await asyncio.sleep(self._proxy.reply_seconds)
-                if not self._proxy.black_hole:
+                if not self._proxy.black_hole and not (self._proxy.deaf and data.startswith(_MESSAGE)):
                     self._client[1].write(data)
                     await self._client[1].drain()
         self.close()
 
+    def _lose(self, reply: bytes) -> None:
+        self._client[1].write(reply[: self._proxy.swallow_after])
+        self._proxy.swallowed += 1
+        self._proxy.on_swallow()
+
 
 @asynccontextmanager
-async def store_proxy(target: str) -> AsyncIterator[StoreProxy]:
+async def store_proxy(target: str, tcp: bool = False) -> AsyncIterator[StoreProxy]:
     with tempfile.TemporaryDirectory(prefix="kvgate-") as folder:
-        proxy = StoreProxy(Path(folder) / "proxy.sock", target)
+        proxy = StoreProxy(None if tcp else Path(folder) / "proxy.sock", target)
         await proxy.open()
         try:
             yield proxy

@@ -1,7 +1,7 @@
 """An ASGI server of one request: it can leave and stop reading at a chosen moment, which httpx's transport cannot.
 
 It keeps uvicorn's manners: `receive` gives the body and then waits until the client has left or the answer is
-complete; `send` suspends while the client does not read, and does nothing once the client has left.
+complete; `send` suspends until the client has read what was sent before, and does nothing once the client has left.
 """
 
 import asyncio
@@ -33,13 +33,16 @@ class Visitor:
         leave_after_receives: int = NEVER,
         leave_after_sends: int = NEVER,
         read_sends: int = NEVER,
+        pause_seconds: float = 0.0,
     ) -> None:
         """`pieces` the body arrives in; the client leaves after so many calls of `receive` or `send` have returned,
-        and reads no more after `read_sends` messages."""
+        reads no more after `read_sends` messages, and takes `pause_seconds` to read each."""
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
         self.chunks: list[bytes] = []
         self.complete = False
+        self.unread = False
+        """The next message of the answer waits until the last one was read."""
         self.begun = asyncio.Event()
         """The first byte of the answer's body is there."""
         self._app = app
@@ -52,6 +55,7 @@ class Visitor:
         self._receives_left = leave_after_receives
         self._sends_left = leave_after_sends
         self._reads_left = read_sends
+        self._pause_seconds = pause_seconds
 
     @property
     def body(self) -> bytes:
@@ -101,6 +105,7 @@ class Visitor:
         return {"type": "http.disconnect"}
 
     async def _send(self, message: Message) -> None:
+        await self._until_read()
         if self._left.is_set():
             return
         self._note(message)
@@ -110,8 +115,16 @@ class Visitor:
         self._reads_left -= 1
         if self._reads_left <= 0:
             self.stop_reading()
+        elif self._pause_seconds:
+            self.stop_reading()
+            asyncio.get_running_loop().call_later(self._pause_seconds, self._reading.set)
+
+    async def _until_read(self) -> None:
+        """What was sent before has been taken.  May run outside of any task."""
         if not self._reading.is_set():
+            self.unread = True
             await self._reading.wait()
+            self.unread = False
 
     def _note(self, message: Message) -> None:
         """Take a message; the order of messages is ASGI's or the test fails."""

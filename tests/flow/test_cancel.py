@@ -1,19 +1,22 @@
 """A call can end at every one of its suspensions; whatever ends it, everything is given back, and it is told once."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
 from gateway.core.lifecycle import Event
 from gateway.core.outcomes import Code, Outcome
+from gateway.http.proxy import PARSE_INLINE_BYTES_MAX
+from gateway.http.relay import AnswerCutOff
 from gateway.ledger.api import Reservation
 from gateway.mock.engine import EngineConfig
 from gateway.mock.faults import Fault, Kind
 from gateway.mock.journal import State
+from gateway.tokens.tiktoken_counter import TiktokenCounter
 from tests.flow.driver import Suspensions, Visitor
 from tests.flow.engines import MockEngine, mock_engine
 from tests.flow.world import World, chat, gateway, soon
@@ -84,40 +87,81 @@ async def failing_once(store_url: str) -> AsyncIterator[Stage]:
             yield Stage(world, [first, second], break_first)
 
 
+@asynccontextmanager
+async def taken(store_url: str) -> AsyncIterator[Stage]:
+    """The one replica is taken, and nobody may queue."""
+
+    async def take() -> Callable[[], None]:
+        release = await world.hold(1000)
+        return lambda: asyncio.get_running_loop().call_later(0.02, release)
+
+    async with (
+        mock_engine(EngineConfig(step_base_ms=1), speed=4) as mock,
+        gateway(store_url, {"a": mock.url}, queue_max=0) as world,
+    ):
+        yield Stage(world, [mock], take)
+
+
+@asynccontextmanager
+async def counting(store_url: str) -> AsyncIterator[Stage]:
+    """Prompts are counted with the vocabulary, long ones in the thread pool."""
+
+    async def nothing() -> Callable[[], None]:
+        return lambda: None
+
+    counter = TiktokenCounter()
+    async with (
+        mock_engine(EngineConfig(step_base_ms=1), speed=4) as mock,
+        gateway(store_url, {"a": mock.url}, counter=counter) as world,
+    ):
+        yield Stage(world, [mock], nothing)
+    counter.close()
+
+
+@dataclass(frozen=True)
+class Scene:
+    make: Callable[[str], AbstractAsyncContextManager[Stage]]
+    body: Mapping[str, object] | bytes
+    status: int = 200
+    """Of an uninterrupted call."""
+    replica: str = "a"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of the visitor."""
+
+
+LONG_PROMPT = [{"role": "user", "content": "word " * 2000}]
 SCENES = {
-    "streaming": (plain, STREAM),
-    "whole": (plain, WHOLE),
-    "queued": (full, STREAM),
-    "retried": (failing_once, STREAM),
-    "retried whole": (failing_once, WHOLE),
+    "streaming": Scene(plain, STREAM),
+    "whole": Scene(plain, WHOLE),
+    "read slowly": Scene(plain, STREAM, options={"pause_seconds": 0.002}),
+    "queued": Scene(full, STREAM),
+    "retried": Scene(failing_once, STREAM, replica="b"),
+    "retried whole": Scene(failing_once, WHOLE, replica="b"),
+    "counted in a thread": Scene(counting, chat(stream=True, max_tokens=4, messages=LONG_PROMPT)),
+    "parsed in a thread": Scene(plain, {**STREAM, "user": "x" * PARSE_INLINE_BYTES_MAX}),
+    "refused by the store": Scene(taken, STREAM, status=429, replica=""),
+    "refused unread": Scene(
+        plain, STREAM, status=400, replica="", options={"headers": {"content-length": "7"}}
+    ),
+    "refused on its bytes": Scene(plain, chat(max_tokens=1 << 20), status=400, replica=""),
 }
 
 
 def scenes(*names: str) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("scene", names or list(SCENES))
+    return pytest.mark.parametrize("scene", [SCENES[name] for name in names or SCENES], ids=names or SCENES)
 
 
-async def run(
-    stage: Stage, body: dict[str, object], at: int, how: str, turns: int = 0
-) -> tuple[Suspensions, Visitor]:
+async def run(stage: Stage, scene: Scene, at: int, how: str, turns: int = 0) -> tuple[Suspensions, Visitor]:
     """One call that is ended at its suspension `at`, `turns` of the loop later, by `how`."""
     begun = await stage.prepare()
-    visitor = Visitor(stage.world.app, body, pieces=2)
+    visitor = Visitor(stage.world.app, scene.body, pieces=2, **scene.options)
     loop = asyncio.get_running_loop()
-
-    def end() -> None:
-        if how == "leaves":
-            visitor.leave()
-        elif how == "cancelled":
-            task.cancel()
-        else:
-            stage.world.calls.interrupt(Event(how))
 
     def strike(turns_left: int = turns) -> None:
         if turns_left:
             loop.call_soon(strike, turns_left - 1)
         else:
-            end()
+            end(stage, visitor, task, how)
 
     steps = Suspensions(visitor.run(), at, strike)
 
@@ -133,40 +177,79 @@ async def run(
     return steps, visitor
 
 
+def end(stage: Stage, visitor: Visitor, task: "asyncio.Task[Any]", how: str) -> None:
+    if how == "leaves":
+        visitor.leave()
+    elif how == "cancelled":
+        task.cancel()
+    else:
+        stage.world.calls.interrupt(Event(how))
+
+
 @scenes()
-async def test_uninterrupted_calls_are_served(store_url: str, scene: str) -> None:
+async def test_uninterrupted_calls_are_served(store_url: str, scene: Scene) -> None:
     """What the other tests here interrupt really is what they say."""
-    make, body = SCENES[scene]
-    async with make(store_url) as stage:
-        steps, visitor = await run(stage, body, SUSPENSIONS_MAX, "leaves")
-        assert 3 <= steps.count < SUSPENSIONS_MAX
-        assert (visitor.status, visitor.complete) == (200, True)
+    async with scene.make(store_url) as stage:
+        steps, visitor = await run(stage, scene, SUSPENSIONS_MAX, "leaves")
+        assert 2 <= steps.count < SUSPENSIONS_MAX
+        assert (visitor.status, visitor.complete) == (scene.status, True)
         end = stage.world.only_end()
-        assert (end.outcome, end.replica) == (Outcome.COMPLETED, "b" if scene.startswith("retried") else "a")
-        assert end.queue_ms > 0 or scene != "queued"
+        outcome = Outcome.COMPLETED if scene.status == 200 else Outcome.REFUSED
+        assert (end.outcome, end.replica) == (outcome, scene.replica)
+        assert end.queue_ms > 0 or scene is not SCENES["queued"]
         await stage.check()
 
 
 @scenes()
 @pytest.mark.parametrize("how", ["leaves", "cancelled", Event.LEFT, Event.GRACE_OVER])
-async def test_a_call_can_end_at_every_suspension(store_url: str, scene: str, how: str) -> None:
+async def test_a_call_can_end_at_every_suspension(store_url: str, scene: Scene, how: str) -> None:
     """The client leaves, the task is cancelled as uvicorn does at its end, or the process ends the call."""
-    make, body = SCENES[scene]
-    async with make(store_url) as stage:
+    async with scene.make(store_url) as stage:
         for at in range(1, SUSPENSIONS_MAX):
-            steps, visitor = await run(stage, body, at, how)
+            steps, visitor = await run(stage, scene, at, how)
             end = stage.world.only_end()
             await stage.check()
             if not steps.struck:
                 break
             expect_end(end.outcome, end.reason, how, visitor)
-        assert 3 <= at < SUSPENSIONS_MAX - 1
+        assert 2 <= at < SUSPENSIONS_MAX - 1
+
+
+@scenes("streaming", "whole", "retried", "refused by the store", "refused unread")
+@pytest.mark.parametrize("how", ["leaves", "cancelled", Event.LEFT, Event.GRACE_OVER])
+async def test_a_call_can_end_at_every_message_that_is_not_read(
+    store_url: str, scene: Scene, how: str
+) -> None:
+    """Events are passed on outside of the call's task, which has no suspension of its own for each."""
+    async with scene.make(store_url) as stage:
+        for message in range(1, SUSPENSIONS_MAX):
+            begun = await stage.prepare()
+            visitor = Visitor(stage.world.app, scene.body, read_sends=message, **scene.options)
+            task = asyncio.create_task(visitor.run())
+            begun()
+            await soon(lambda: visitor.unread or task.done(), "the message is there")  # noqa: B023
+            struck = visitor.unread
+            end(stage, visitor, task, how)
+            asyncio.get_running_loop().call_soon(visitor.read_on)
+            (answer,) = await asyncio.gather(task, return_exceptions=True)
+            ended = stage.world.only_end()
+            await stage.check()
+            if not struck:
+                break
+            if isinstance(answer, AnswerCutOff):
+                assert (scene, how) == (SCENES["whole"], Event.GRACE_OVER), "only its connection can tell"
+            else:
+                expect_end(ended.outcome, ended.reason, how, visitor)
+        assert 2 <= message < SUSPENSIONS_MAX - 1
 
 
 def expect_end(outcome: Outcome, reason: Code | None, how: str, visitor: Visitor) -> None:
     """How a call ends that was struck; a strike while the body is read or after the last byte changes nothing."""
     if outcome is Outcome.COMPLETED:
         assert visitor.complete
+        return
+    if outcome is Outcome.REFUSED and reason is not Code.DRAINING:
+        assert visitor.status in (0, 400, 429)
         return
     if how in ("leaves", "cancelled", Event.LEFT):
         assert outcome is Outcome.CANCELLED
@@ -180,24 +263,25 @@ def expect_end(outcome: Outcome, reason: Code | None, how: str, visitor: Visitor
             assert visitor.body.endswith(b"data: [DONE]\n\n")
 
 
-@scenes("queued", "retried")
+@scenes("streaming", "queued", "retried", "refused by the store")
 @pytest.mark.parametrize("how", ["leaves", "cancelled"])
-async def test_a_waiting_call_can_end_at_every_turn_of_the_loop(store_url: str, scene: str, how: str) -> None:
+async def test_a_waiting_call_can_end_at_every_turn_of_the_loop(
+    store_url: str, scene: Scene, how: str
+) -> None:
     """Asked and not sent, sent, ticket held, granted and not yet told: a wait is one suspension with many states."""
-    make, body = SCENES[scene]
-    async with make(store_url) as stage:
-        asking = await suspension_of_asking(stage, body)
+    async with scene.make(store_url) as stage:
+        asking = await suspension_of_asking(stage, scene)
         for turns in range(TURNS):
-            await run(stage, body, asking, how, turns)
+            await run(stage, scene, asking, how, turns)
             stage.world.only_end()
             await stage.check()
 
 
-async def suspension_of_asking(stage: Stage, body: dict[str, object]) -> int:
+async def suspension_of_asking(stage: Stage, scene: Scene) -> int:
     """The number of the suspension in which the call waits for its place."""
     ledger, found = stage.world.ledger, []
     begun = await stage.prepare()
-    steps = Suspensions(Visitor(stage.world.app, body, pieces=2).run())
+    steps = Suspensions(Visitor(stage.world.app, scene.body, pieces=2).run())
 
     def noted(*arguments: Any) -> Reservation:
         found.append(steps.count + 1)

@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+import redis
+
 from gateway.call import Fleet
 from gateway.core.events import CallEnded, Event
 from gateway.core.outcomes import Outcome
@@ -19,6 +21,7 @@ from gateway.upstream.client import EngineClient
 from gateway.upstream.engines import FleetPlan, WatchedEngines
 from gateway.upstream.fleet import ReplicaShape, ReplicaSpec, ReplicaState
 from gateway.upstream.limits import UpstreamLimits
+from tests.conformance.books import assert_books_hold
 from tests.flow.driver import Visitor
 
 LONG = 20.0
@@ -80,6 +83,7 @@ class World:
         calls: Calls,
         facts: list[Event],
         counter: Counter,
+        store: "redis.Redis[bytes]",
     ) -> None:
         self.replicas = replicas
         self.ledger = ledger
@@ -87,6 +91,7 @@ class World:
         self.calls = calls
         self.facts = facts
         self.counter = counter
+        self.store = store
 
     @property
     def ended(self) -> list[CallEnded]:
@@ -114,12 +119,13 @@ class World:
     async def quiet(self) -> None:
         """Everything was given back: in this process and in the store.  Fails where that does not come true."""
         await soon(lambda: not self.calls.inflight() and not self.ledger.inflight, "no call is in flight")
-        state = await self.ledger.state()
-        assert (state["leases"], state["queue"], state["reserved"]) == (0, 0, 0), state
-        assert not any(held for key in state["keys"].values() for held in key.values()), state
-        for pool in state["pools"].values():
-            for row in pool["replicas"].values():
-                assert (row["reserved"], row["sequences"], row["prefill_tokens"]) == (0, 0, 0), state
+        assert self.app._bodies._held == 0, "bytes of bodies are counted that nobody has"
+        books = assert_books_hold(self.store, self.ledger.fleet)
+        assert not books.calls
+        for name, key in books.keys.items():
+            assert (key.blocks, key.calls) == (0, 0), name
+        for name, replica in books.replicas.items():
+            assert (replica.used, replica.sequences, replica.prefill) == (0, 0, 0), name
 
     def only_end(self) -> CallEnded:
         """The one report of the one call since the last time."""
@@ -196,12 +202,14 @@ async def gateway(
         facts.append,
         jitter=lambda: 1.0,
     )
+    store = redis.Redis.from_url(store_url, protocol=2)
     tasks = [asyncio.create_task(ledger.run()), asyncio.create_task(calls.watch_writes())]
     try:
         await soon(lambda: ledger.ready, "the gate is open")
         facts.clear()
-        yield World(replicas, ledger, proxy, calls, facts, counter)
+        yield World(replicas, ledger, proxy, calls, facts, counter, store)
     finally:
+        store.close()
         await ledger.close(2)
         for task in tasks:
             task.cancel()
