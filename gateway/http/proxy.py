@@ -80,15 +80,16 @@ class Calls:
     """The calls of this process that are past their body, so that they can be counted and ended from outside."""
 
     def __init__(self) -> None:
-        self._calls: set[Call] = set()
-        self._reading: set[asyncio.Task[object]] = set()
+        # Not sets: whoever is ended first gives its place back first, in the same order each time.
+        self._calls: dict[Call, None] = {}
+        self._reading: dict[asyncio.Task[object], None] = {}
         self.draining = False
 
     def add(self, call: Call) -> None:
-        self._calls.add(call)
+        self._calls[call] = None
 
     def discard(self, call: Call) -> None:
-        self._calls.discard(call)
+        self._calls.pop(call, None)
 
     def inflight(self) -> dict[str, int]:
         """Calls by fleet."""
@@ -101,7 +102,7 @@ class Calls:
         """The body, unless a drain comes first: nothing is held for such a call yet."""
         task = asyncio.current_task()
         assert task is not None
-        self._reading.add(task)
+        self._reading[task] = None
         try:
             return await body
         except asyncio.CancelledError:
@@ -110,13 +111,13 @@ class Calls:
             task.uncancel()
             return DRAINING
         finally:
-            self._reading.discard(task)
+            self._reading.pop(task, None)
 
     def drain(self) -> None:
         """No new calls; those that arrive or wait are answered 503, those that run go on."""
         self.draining = True
         self.interrupt(Event.DRAINED)
-        for task in self._reading:
+        for task in list(self._reading):
             task.cancel()
 
     def interrupt(self, event: Event) -> None:
