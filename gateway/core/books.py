@@ -552,6 +552,9 @@ class Books:
             head = self.calls.get(self.blocked.get(lane, ""))
             if head and head.id != call.id and self._could_use(head, replica):
                 head.passed += call.blocks
+                passed_before = head.passed - call.blocks
+                if call.state == "reserved" and passed_before < self._fleet.overtake_blocks <= head.passed:
+                    self.dirty = True  # no dispatch has placed this one; the head is due a replica to itself
 
     def _hold(self, call: Call) -> bool:
         """A head that was passed too often gets the roomiest replica it may use to itself; it keeps at most one."""
@@ -838,10 +841,13 @@ class Books:
         return ["ok"]
 
     def _move(self, owner: str, id_: str, exclude: Sequence[str]) -> Answer:
-        """Back into the queue at the old place, not on these replicas, without paying twice."""
+        """Back into the queue at the old place, not on these replicas, without paying twice; once, also if it is
+        carried out again."""
         call = self._mine(owner, id_)
         if call is None:
             return ["gone"]
+        if call.state != "queued" and call.replica not in exclude:  # a late copy: it runs elsewhere already
+            return ["grant", call.replica]
         call.exclude = tuple(sorted({*call.exclude, *exclude}))
         if call.state == "queued":
             self._unhold_excluded(call)

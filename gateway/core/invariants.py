@@ -357,7 +357,7 @@ def _startable(books: Snapshot) -> Iterator[Violation]:
 
 
 def _overtaken(books: Snapshot) -> Iterator[Violation]:
-    """Only a dispatch holds, and places taken at once ask for none: what they add lies on the replicas still."""
+    """A head that was passed by so many blocks gets a replica to itself, if one that it may use is free."""
     if not _settled(books):
         return
     holding = {replica.held_for for replica in books.replicas.values()}
@@ -367,9 +367,8 @@ def _overtaken(books: Snapshot) -> Iterator[Violation]:
         if call is None or id_ in holding:
             continue
         usable = [r for r in books.replicas.values() if _could_use(books, call, r)]
-        passed_max = books.fleet.overtake_blocks + sum(r.used for r in usable)
         free = sorted(r.name for r in usable if not r.held_for)
-        if free and call.passed > passed_max:
+        if free and call.passed >= books.fleet.overtake_blocks:
             yield Violation(Rule.OVERTAKING, f"lane {lane} call {id_}", f"a hold on one of {free}", "none")
 
 

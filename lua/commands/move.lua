@@ -2,7 +2,7 @@
 --- @include "lib/check"
 --- @late "lib/queue"
 -- M id exclude: back into the queue at the old place, not on these replicas, without paying twice.
--- ticket position wait_ms | gone
+-- ticket position wait_ms | grant replica, where it moved before | gone
 
 local function add_excluded(call, names)
   local merged = {}
@@ -29,6 +29,8 @@ end
 function move.run(owner, id, exclude)
   local call = owners.mine(owner, id)
   if not call then return {'gone'} end
+  -- A late copy of the batch: the call runs elsewhere already.
+  if call.state ~= 'queued' and not placement.contains(exclude, call.replica) then return {'grant', call.replica} end
   add_excluded(call, exclude)
   if call.state == 'queued' then
     unhold_excluded(id, call)

@@ -44,8 +44,12 @@ local function count_passed(id, call, replica)
     if head_id ~= '' and head_id ~= id then
       local head = rows.fetch(records.calls, head_id)
       if head and placement.could_use(head, replica) then
-        head.passed = head.passed + call.blocks
+        local before = head.passed
+        head.passed = before + call.blocks
         rows.store(records.calls, head_id, head)
+        local due = before < books.config.overtake_blocks and head.passed >= books.config.overtake_blocks
+        -- No dispatch has placed this one; the head is due a replica to itself.
+        if due and call.state == 'reserved' then books.meta.dirty = 1 end
       end
     end
   end
