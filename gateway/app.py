@@ -31,8 +31,9 @@ from gateway.telemetry.prometheus import CONTENT_TYPE, Metrics
 from gateway.tokens.tiktoken_counter import TiktokenCounter
 from gateway.upstream.client import EngineClient
 from gateway.upstream.engines import FleetPlan, WatchedEngines
-from gateway.upstream.fleet import FleetWatch, ReplicaSpec, scraping_client
+from gateway.upstream.fleet import FleetWatch, ReplicaSpec
 from gateway.upstream.limits import UpstreamLimits
+from gateway.upstream.scraper import Scraper
 
 log = logging.getLogger("kvgate.app")
 
@@ -59,9 +60,9 @@ class FleetRoom:
     def __init__(
         self, settings: Settings, fleet: FleetSettings, secrets: Secrets, observer: Callable[[Fact], None]
     ):
-        client = scraping_client(secrets.upstream_api_key, settings.upstream.ca_file)
+        scraper = Scraper(secrets.upstream_api_key, settings.upstream.ca_file)
         names = frozenset(fleet.models)
-        self.watch = FleetWatch(_replica_specs(fleet), names, self._on_change, client=client)
+        self.watch = FleetWatch(_replica_specs(fleet), names, self._on_change, scraper=scraper)
         self.engines = WatchedEngines(_plan(settings, fleet), self.watch)
         store = settings.store
         held = 0.0 if store.on_outage == "refuse" else store.hold_seconds

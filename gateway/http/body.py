@@ -106,20 +106,22 @@ async def read_body(
 
 
 async def _collect(receive: Receive, limit_bytes: int, share: BodyShare) -> bytes | Refusal:
-    collected = bytearray()
+    collected: list[bytes] = []
+    size = 0
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientLeft
         chunk: bytes = message.get("body", b"")
-        if len(collected) + len(chunk) > limit_bytes:
+        size += len(chunk)
+        if size > limit_bytes:
             return _too_large("the request body", limit_bytes)
         if not share.take(len(chunk)):
             return _no_memory(share.bytes_max)
-        if message.get("more_body", False):
-            collected += chunk
-        else:
-            return bytes(collected + chunk) if collected else chunk
+        if chunk:
+            collected.append(chunk)
+        if not message.get("more_body", False):
+            return collected[0] if len(collected) == 1 else b"".join(collected)
 
 
 def _declared_bytes(headers: Iterable[tuple[bytes, bytes]], limit_bytes: int) -> int | Refusal | None:

@@ -5,39 +5,39 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import redis.asyncio
-from redis.exceptions import RedisError
-
-from gateway.ledger.connection import REPLY_SECONDS, new_client
+from gateway.ledger.address import parse
+from gateway.ledger.connection import finder
 from gateway.ledger.records import decode_record
 from gateway.ledger.scripts import KEY_NAMES, fleet_keys, load
-from gateway.ledger.wire import StoreAway
+from gateway.ledger.wire import StoreAway, Wire, connect
 
 PAGE_SIZE = 500
 READ_SECONDS = 2.0
 
 
 @asynccontextmanager
-async def _reader(url: str, fleet: str) -> AsyncIterator[redis.asyncio.Redis]:
-    client = new_client(url, fleet_keys(fleet)[0])
+async def _reader(url: str, fleet: str) -> AsyncIterator[Wire]:
+    """A connection of its own, so that a page never stands in a call's way."""
+    address = parse(url)
+    found = finder(address, fleet_keys(fleet)[0])
+    wire = None
     try:
         async with asyncio.timeout(READ_SECONDS):
-            yield client
-    except (RedisError, OSError, TimeoutError) as failure:
+            wire = await connect(address, await found.find(""), found.make_wire)
+            yield wire
+    except (OSError, TimeoutError) as failure:
         raise StoreAway(f"{type(failure).__name__}: {failure}") from failure
     finally:
-        async with asyncio.timeout(REPLY_SECONDS):
-            await client.aclose()
+        if wire is not None:
+            wire.end("read")
 
 
-async def _read(client: redis.asyncio.Redis, fleet: str, name: str) -> dict[str, bytes]:
+async def _read(wire: Wire, fleet: str, name: str) -> dict[str, bytes]:
     script, keys, cursor = load("snapshot"), fleet_keys(fleet), b"0"
     found: dict[str, bytes] = {}
     while True:
         index = KEY_NAMES.index(name) + 1
-        page = await client.execute_command(  # type: ignore[no-untyped-call]
-            "EVAL", script.text, len(keys), *keys, index, cursor, PAGE_SIZE
-        )
+        page = await wire.submit(("EVAL", script.text, len(keys), *keys, index, cursor, PAGE_SIZE))
         items = page[3:]
         found.update((item.decode(), value) for item, value in zip(items[::2], items[1::2], strict=True))
         cursor = page[0]
@@ -50,11 +50,11 @@ async def read_state(url: str, fleet: str) -> dict[str, Any]:
 
     The ledger keeps these sums, so no call is read one by one.  Raises StoreAway.
     """
-    async with _reader(url, fleet) as client:
-        replicas = _records("replica", await _read(client, fleet, "replicas"))
-        keys = _records("key", await _read(client, fleet, "keys"))
-        meta = await _read(client, fleet, "meta")
-        calls = await client.hlen(fleet_keys(fleet)[KEY_NAMES.index("calls")])
+    async with _reader(url, fleet) as wire:
+        replicas = _records("replica", await _read(wire, fleet, "replicas"))
+        keys = _records("key", await _read(wire, fleet, "keys"))
+        meta = await _read(wire, fleet, "meta")
+        calls = await wire.submit(("HLEN", fleet_keys(fleet)[KEY_NAMES.index("calls")]))
     queued = _queued(meta)
     waiting = sum(sum(classes.values()) for classes in queued.values())
     return {

@@ -1,7 +1,8 @@
 """RESP over one socket: a command leaves at once, its reply is handed over where it arrives.
 
-redis-py does what is not on a call's way (reading state).  Through its streams, locks and time-outs a
-reply takes three turns of the event loop more, and under load a turn lasts a millisecond.
+redis-py's grammar of URLs is used, and its client by the command line.  Through its streams, locks and time-outs a
+reply takes three turns of the event loop more, and under load a turn lasts a millisecond; making one of its clients
+takes several.
 """
 
 import asyncio

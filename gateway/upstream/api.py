@@ -17,6 +17,7 @@ class UpstreamRequest:
     headers: Headers
     """Complete, already filtered; without Host and Content-Length, which the client sets."""
     body: bytes
+    method: str = "POST"
 
 
 class UpstreamFailed(Exception):

@@ -206,7 +206,9 @@ def _origin(url: str) -> Origin:
 
 
 def _head(origin: Origin, request: UpstreamRequest) -> bytes:
-    lines = [b"POST %b HTTP/1.1" % (origin.path + request.path).encode("ascii"), b"host: " + origin.authority]
+    target = f"{request.method} {origin.path}{request.path} HTTP/1.1"
+    lines = [target.encode("ascii"), b"host: " + origin.authority]
     lines += [b"%b: %b" % header for header in request.headers]
-    lines += [b"content-length: %d" % len(request.body), b"", b""]
-    return b"\r\n".join(lines)
+    if request.body or request.method == "POST":
+        lines.append(b"content-length: %d" % len(request.body))
+    return b"\r\n".join((*lines, b"", b""))

@@ -76,7 +76,7 @@ class Exchange:
 
     @property
     def unheard(self) -> bool:
-        """The connection ended without a byte of an answer."""
+        """The engine closed the connection in good order without a byte of an answer; a reset may follow work on it."""
         return self._closed and not self._heard
 
     async def finish(self) -> None:
@@ -127,7 +127,7 @@ class Exchange:
     def lost(self, error: Exception | None) -> None:
         """The connection is gone, in good order or not: for an answer without a length that is its end."""
         self._keeps_alive = False
-        self._closed = True
+        self._closed = error is None
         if self._ended or self._failure is not None:
             return
         if self._until_eof and error is None:
@@ -160,7 +160,7 @@ class Exchange:
         self._status = status
         self._keeps_alive = self._parser.should_keep_alive()
         if status < 200 or 300 <= status < 400:
-            self._refuse(f"unexpected status {status}")
+            self._refuse(f"it answers {status}")
             return
         self._read_head({name.lower(): value for name, value in self._headers})
 

@@ -1,24 +1,17 @@
-"""The replicas of one fleet: what each engine has, and which of them answer.
-
-httpx serves here: a handful of probes a second, each on a connection of its own.
-"""
+"""The replicas of one fleet: what each engine has, and which of them answer."""
 
 import asyncio
 import logging
-import ssl
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-import httpx
 import msgspec
 
 from gateway.upstream.metrics_text import CacheConfig, cache_configs
+from gateway.upstream.scraper import Scraper, Unusable
 
 log = logging.getLogger(__name__)
-
-BODY_BYTES_MAX = 4_000_000
-"""The longest `/metrics` or `/v1/models` that is read; vLLM sends about 60 KB."""
 
 PROBE_SECONDS = 2.0
 PROBE_TIMEOUT_SECONDS = 1.0
@@ -30,8 +23,6 @@ MISSES_MAX = 2
 BACKOFF_FIRST_SECONDS = 1.0
 BACKOFF_MAX_SECONDS = 5.0
 """Between attempts at a replica that is down."""
-
-_FAILED = (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError, OSError, TimeoutError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,29 +77,10 @@ class _Models(msgspec.Struct):
     data: list[_Model]
 
 
-class _Trouble(Exception):
-    """A replica that cannot be used, in words for the operator."""
-
-
-def scraping_client(api_key: str | None = None, ca_file: str | None = None) -> httpx.AsyncClient:
-    """A client for probes and discovery: no proxy of the environment, no redirects, no shared connections.
-
-    Unlimited on purpose: a bounded httpx pool does not recover from cancelled calls.
-    """
-    return httpx.AsyncClient(
-        headers={"authorization": f"Bearer {api_key}"} if api_key is not None else None,
-        verify=ssl.create_default_context(cafile=ca_file) if ca_file is not None else True,
-        trust_env=False,
-        follow_redirects=False,
-        timeout=DISCOVERY_TIMEOUT_SECONDS,
-        limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
-    )
-
-
 async def discover(
     spec: ReplicaSpec,
     models: frozenset[str],
-    client: httpx.AsyncClient,
+    scraper: Scraper,
     *,
     timeout_seconds: float = DISCOVERY_TIMEOUT_SECONDS,
 ) -> ReplicaShape | str:
@@ -119,8 +91,8 @@ async def discover(
     would be handed out.  Unreachable sources are forgiven only where every number they give is configured.
     """
     try:
-        config = await _cache_config(spec, client, timeout_seconds)
-        context = await _context(spec, models, client, timeout_seconds)
+        config = await _cache_config(spec, scraper, timeout_seconds)
+        context = await _context(spec, models, scraper, timeout_seconds)
         return ReplicaShape(
             name=spec.name,
             pool=spec.pool,
@@ -131,14 +103,14 @@ async def discover(
             max_num_seqs=spec.max_num_seqs,
             prefill_tokens=spec.prefill_tokens,
         )
-    except _Trouble as trouble:
+    except Unusable as trouble:
         return str(trouble)
 
 
-async def _cache_config(spec: ReplicaSpec, client: httpx.AsyncClient, timeout_seconds: float) -> CacheConfig:
+async def _cache_config(spec: ReplicaSpec, scraper: Scraper, timeout_seconds: float) -> CacheConfig:
     try:
-        text = await _get(client, f"{spec.url}/metrics", timeout_seconds)
-    except _Trouble:
+        text = await scraper.get(spec.url, "/metrics", timeout_seconds)
+    except Unusable:
         if spec.num_gpu_blocks is None or spec.block_size is None:
             raise
         return CacheConfig(None, None)
@@ -149,17 +121,17 @@ def _config_of(spec: ReplicaSpec, text: bytes) -> CacheConfig:
     configs = cache_configs(text.decode("utf-8", "replace"))
     if len(configs) > 1:
         names = ", ".join(sorted(configs))
-        raise _Trouble(f"{spec.url} reaches {len(configs)} engines ({names}); each needs a URL of its own")
+        raise Unusable(f"{spec.url} reaches {len(configs)} engines ({names}); each needs a URL of its own")
     return next(iter(configs.values()), CacheConfig(None, None))
 
 
 async def _context(
-    spec: ReplicaSpec, models: frozenset[str], client: httpx.AsyncClient, timeout_seconds: float
+    spec: ReplicaSpec, models: frozenset[str], scraper: Scraper, timeout_seconds: float
 ) -> int | None:
     """The context length that the engine states for the fleet's model."""
     try:
-        served = await _served(spec, client, timeout_seconds)
-    except _Trouble:
+        served = await _served(spec, scraper, timeout_seconds)
+    except Unusable:
         if spec.num_gpu_blocks is None or spec.block_size is None or spec.max_model_len is None:
             raise
         return None
@@ -171,19 +143,19 @@ async def _context(
     return _context_of(spec, models, served)
 
 
-async def _served(spec: ReplicaSpec, client: httpx.AsyncClient, timeout_seconds: float) -> list[_Model]:
-    body = await _get(client, f"{spec.url}/v1/models", timeout_seconds)
+async def _served(spec: ReplicaSpec, scraper: Scraper, timeout_seconds: float) -> list[_Model]:
+    body = await scraper.get(spec.url, "/v1/models", timeout_seconds)
     try:
         return msgspec.json.decode(body, type=_Models).data
     except msgspec.DecodeError as error:
-        raise _Trouble(f"{spec.url}/v1/models is not a list of models") from error
+        raise Unusable(f"{spec.url}/v1/models is not a list of models") from error
 
 
 def _context_of(spec: ReplicaSpec, models: frozenset[str], served: list[_Model]) -> int | None:
     ours = [model for model in served if model.id in models]
     if not ours:
         names = ", ".join(sorted(model.id for model in served))[:200] or "nothing"
-        raise _Trouble(f"{spec.url} serves {names}, not {', '.join(sorted(models))}")
+        raise Unusable(f"{spec.url} serves {names}, not {', '.join(sorted(models))}")
     return min((model.max_model_len for model in ours if model.max_model_len is not None), default=None)
 
 
@@ -201,7 +173,7 @@ def _smaller(spec: ReplicaSpec, what: str, configured: int | None, stated: int |
         return _lower(configured, stated)
     known = configured if configured is not None else stated
     if known is None:
-        raise _Trouble(f"{spec.url} does not state its {what}: configure it for replica {spec.name}")
+        raise Unusable(f"{spec.url} does not state its {what}: configure it for replica {spec.name}")
     return known
 
 
@@ -212,24 +184,6 @@ def _lower(configured: int | None, stated: int) -> int:
 def _differs(configured: int | None, stated: int | None, discovered: int) -> bool:
     """Whether discovery would give another number now; what is not stated says nothing."""
     return stated is not None and _lower(configured, stated) != discovered
-
-
-async def _get(client: httpx.AsyncClient, url: str, timeout_seconds: float) -> bytes:
-    """The body of a 200, within time and size."""
-    body = bytearray()
-    try:
-        async with asyncio.timeout(timeout_seconds), client.stream("GET", url) as answer:
-            if answer.status_code != 200:
-                raise _Trouble(f"{url} answers {answer.status_code}")
-            async for data in answer.aiter_bytes():
-                body += data
-                if len(body) > BODY_BYTES_MAX:
-                    raise _Trouble(f"{url} sends more than {BODY_BYTES_MAX} bytes")
-    except TimeoutError as error:
-        raise _Trouble(f"{url} does not answer within {timeout_seconds:g} s") from error
-    except _FAILED as error:
-        raise _Trouble(f"{url}: {type(error).__name__}: {error}"[:200]) from error
-    return bytes(body)
 
 
 class _Replica:
@@ -261,7 +215,7 @@ class FleetWatch:
         models: frozenset[str],
         on_change: Callable[[frozenset[str]], Awaitable[None]],
         *,
-        client: httpx.AsyncClient,
+        scraper: Scraper,
         probe_seconds: float = PROBE_SECONDS,
         probe_timeout_seconds: float = PROBE_TIMEOUT_SECONDS,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
@@ -270,12 +224,12 @@ class FleetWatch:
 
         Each name comes once after the first attempt too, whatever came of it: what others still believe of a
         replica that never answers here has to be corrected.
-        If `on_change` fails it is called again later with the same names.  The watch owns `client` and closes it.
+        If `on_change` fails it is called again later with the same names.  The watch owns `scraper` and closes it.
         """
         self._replicas = {spec.name: _Replica(spec) for spec in specs}
         self._models = models
         self._on_change = on_change
-        self._client = client
+        self._scraper = scraper
         self._probe_seconds = probe_seconds
         self._probe_timeout_seconds = probe_timeout_seconds
         self._sleep = sleep
@@ -295,11 +249,11 @@ class FleetWatch:
             await replica.tried.wait()
 
     async def close(self) -> None:
-        """Stop watching and close the client."""
+        """Stop watching and close the scraper."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._client.aclose()
+        await self._scraper.close()
 
     def is_up(self, name: str) -> bool:
         replica = self._replicas.get(name)
@@ -343,8 +297,8 @@ class FleetWatch:
     async def _probe(self, replica: _Replica) -> None:
         """Is it alive, and still the engine that was discovered?"""
         try:
-            await _get(self._client, f"{replica.spec.url}/health", self._probe_timeout_seconds)
-        except _Trouble as trouble:
+            await self._scraper.get(replica.spec.url, "/health", self._probe_timeout_seconds)
+        except Unusable as trouble:
             replica.misses += 1
             if replica.misses >= MISSES_MAX:
                 self._take_out(replica, str(trouble))
@@ -366,24 +320,24 @@ class FleetWatch:
 
     async def _other_context(self, spec: ReplicaSpec, shape: ReplicaShape) -> str:
         try:
-            served = await _served(spec, self._client, self._probe_timeout_seconds)
-        except _Trouble:
+            served = await _served(spec, self._scraper, self._probe_timeout_seconds)
+        except Unusable:
             return ""
         try:
             stated = _context_of(spec, self._models, served)
-        except _Trouble as trouble:
+        except Unusable as trouble:
             return str(trouble)
         differs = _differs(spec.max_model_len, stated, shape.max_model_len)
         return f"its max_model_len is now {stated}" if differs else ""
 
     async def _other_blocks(self, spec: ReplicaSpec, shape: ReplicaShape) -> str:
         try:
-            text = await _get(self._client, f"{spec.url}/metrics", self._probe_timeout_seconds)
-        except _Trouble:
+            text = await self._scraper.get(spec.url, "/metrics", self._probe_timeout_seconds)
+        except Unusable:
             return ""
         try:
             stated = _config_of(spec, text)
-        except _Trouble as trouble:
+        except Unusable as trouble:
             return str(trouble)
         if _differs(spec.num_gpu_blocks, stated.num_gpu_blocks, shape.num_gpu_blocks):
             return f"its blocks are now {stated.num_gpu_blocks}"
@@ -394,11 +348,11 @@ class FleetWatch:
     async def _revive(self, replica: _Replica) -> None:
         """Bring a replica in that answers and is what it should be."""
         try:
-            await _get(self._client, f"{replica.spec.url}/health", self._probe_timeout_seconds)
-        except _Trouble as trouble:
+            await self._scraper.get(replica.spec.url, "/health", self._probe_timeout_seconds)
+        except Unusable as trouble:
             self._stays_down(replica, str(trouble))
             return
-        found = await discover(replica.spec, self._models, self._client)
+        found = await discover(replica.spec, self._models, self._scraper)
         if isinstance(found, str):
             self._stays_down(replica, found)
             return

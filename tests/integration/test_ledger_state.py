@@ -65,20 +65,23 @@ async def test_a_fleet_that_the_store_does_not_know_is_empty(path):
 @pytest.mark.parametrize("how", ["nobody listens", "nobody answers"])
 async def test_a_store_that_is_away_is_said_so(path, how, tmp_path, monkeypatch):
     monkeypatch.setattr("gateway.ledger.state.READ_SECONDS", 0.1)
-    server = None
+    server, ended = None, asyncio.Event()
+
+    async def read_only(reader, writer):
+        await reader.read()
+        writer.close()
+        ended.set()
+
     if how == "nobody answers":
-        server = await asyncio.start_unix_server(_read_only, tmp_path / "s")
+        server = await asyncio.start_unix_server(read_only, tmp_path / "s")
     async with world(path, 100) as w:
         ledger = w.add(f"unix://{tmp_path}/s").ledger
         started = time.monotonic()
         with pytest.raises(StoreAway):
             await ledger.state()
         assert time.monotonic() - started < 5
+        if server:
+            await asyncio.wait_for(ended.wait(), 5)
     if server:
         server.close()
         await server.wait_closed()
-
-
-async def _read_only(reader, writer):
-    await reader.read()
-    writer.close()

@@ -1,0 +1,74 @@
+"""Reads an engine's pages: `/health`, `/metrics`, `/v1/models`.
+
+On the client of the calls, because a general one keeps the event loop for milliseconds with each page, and every
+token that comes meanwhile is late by them.
+"""
+
+import asyncio
+from typing import Self
+
+from gateway.upstream.api import Headers, UpstreamFailed, UpstreamRequest
+from gateway.upstream.client import EngineClient
+from gateway.upstream.limits import UpstreamLimits
+
+PAGE_BYTES_MAX = 4_000_000
+"""The longest `/metrics` or `/v1/models` that is read; vLLM sends about 60 KB."""
+_PART_SECONDS = 10.0
+"""For each part of an answer; the whole has the caller's limit, which is lower."""
+
+
+class Unusable(Exception):
+    """A replica that cannot be used, in words for the operator."""
+
+
+class _Page:
+    """A `Receiver` of one body."""
+
+    started = False
+
+    def __init__(self, url: str) -> None:
+        self.data = bytearray()
+        self._url = url
+
+    async def head(self, status: int, headers: Headers) -> None:
+        if status != 200:
+            raise Unusable(f"{self._url} answers {status}")
+
+    async def body(self, data: bytes) -> None:
+        self.data += data
+        if len(self.data) > PAGE_BYTES_MAX:
+            raise Unusable(f"{self._url} sends more than {PAGE_BYTES_MAX} bytes")
+
+
+class Scraper:
+    """Each page on a connection of its own: a probe has to see that an engine still accepts them."""
+
+    def __init__(self, api_key: str | None = None, ca_file: str | None = None) -> None:
+        """`ca_file` as in `EngineClient`, whose errors pass."""
+        limits = UpstreamLimits(*[_PART_SECONDS] * 4)
+        self._client = EngineClient(limits, ca_file=ca_file)
+        self._headers = [(b"accept-encoding", b"identity"), (b"connection", b"close")]
+        if api_key is not None:
+            self._headers.append((b"authorization", b"Bearer " + api_key.encode("ascii")))
+
+    async def get(self, base_url: str, path: str, timeout_seconds: float) -> bytes:
+        """The body of a 200, within time and size.  Raises Unusable."""
+        page = _Page(url := base_url + path)
+        request = UpstreamRequest(base_url, path, self._headers, b"", method="GET")
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                await self._client.exchange(request, page)
+        except TimeoutError as error:
+            raise Unusable(f"{url} does not answer within {timeout_seconds:g} s") from error
+        except UpstreamFailed as error:
+            raise Unusable(f"{url}: {error.detail}"[:200]) from error
+        return bytes(page.data)
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
