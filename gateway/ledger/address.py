@@ -54,7 +54,16 @@ class Address:
 
 
 def parse(url: str) -> Address:
-    """Raises ValueError, whose text does not have the password."""
+    """Raises ValueError, whose text has nothing of the URL: a part that is not understood may be of the password."""
+    try:
+        return _parse(url)
+    except ValueError:
+        raise ValueError(
+            "it is not the URL of a store; in a password, / ? # [ and % are written as %XX"
+        ) from None
+
+
+def _parse(url: str) -> Address:
     scheme, _, rest = url.partition("://")
     if scheme == Kind.SENTINEL:
         return _several(Kind.SENTINEL, rest, SENTINEL_PORT)

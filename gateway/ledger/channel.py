@@ -21,9 +21,15 @@ Done = Callable[[Result], None]
 
 @dataclass(slots=True)
 class Op:
+    """Raises what msgspec does where an argument cannot be packed: then it never gets into a batch."""
+
     arguments: list[Any]
     done: Done
     """Gets the result where the reply arrives; must not block."""
+    packed: bytes = b""
+
+    def __post_init__(self) -> None:
+        self.packed = msgspec.msgpack.encode(self.arguments)
 
     def finish(self, result: Result) -> None:
         """A failure here is this op's own: the results of the others are handed out all the same."""
@@ -122,7 +128,7 @@ class Channel:
         if self._batch is None:
             self._number += 1
             self._batch = _Batch(self._number, self._gather(heartbeat()))
-        packed = [msgspec.msgpack.encode(op.arguments) for op in self._batch.ops]
+        packed = [op.packed for op in self._batch.ops]
         return connection.evaluate(
             "step", "", owner, self._batch.number, self._wake_prefix, *packed, take=self._take
         )

@@ -88,8 +88,11 @@ class Sentinels:
             fields = await record
         finally:
             wire.end("answered")
-        epoch = dict(zip(fields[::2], fields[1::2], strict=True))[b"config-epoch"]
-        return Primary(int(epoch), Server(named[0].decode(), int(named[1])))
+        try:
+            epoch = dict(zip(fields[::2], fields[1::2], strict=True))[b"config-epoch"]
+            return Primary(int(epoch), Server(named[0].decode(), int(named[1])))
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as failure:
+            raise StoreAway(f"{sentinel} does not answer as a sentinel") from failure
 
     async def _connect(self, sentinel: Server) -> Wire:
         """The URL's user and password are the store's; a sentinel gets them where it asks for some."""

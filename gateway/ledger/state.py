@@ -61,7 +61,7 @@ async def read_state(url: str, fleet: str) -> dict[str, Any]:
         "pools": _pools(replicas),
         "reserved": sum(row["used"] for row in replicas.values()),
         "debt": sum(map(_debt, replicas.values())),
-        "leases": calls - waiting,
+        "leases": max(calls - waiting, 0),  # the two are read one after the other
         "queue": waiting,
         "queued": queued,
         "keys": {n: {"blocks": k["blocks"], "requests": k["calls"]} for n, k in sorted(keys.items())},

@@ -18,6 +18,8 @@ class UpstreamRequest:
     """Complete, already filtered; without Host and Content-Length, which the client sets."""
     body: bytes
     method: str = "POST"
+    alone: bool = False
+    """On a connection of its own."""
 
 
 class UpstreamFailed(Exception):

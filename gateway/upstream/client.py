@@ -15,8 +15,9 @@ from gateway.upstream.api import Receiver, Upstream, UpstreamFailed, UpstreamReq
 from gateway.upstream.exchange import Exchange
 from gateway.upstream.limits import IDLE_CONNECTIONS_MAX, KEEPALIVE_SECONDS, UpstreamLimits
 
-STALE_SECONDS = 1.0
-"""A kept connection that ends this soon after a request, without a byte, was closed before the request arrived."""
+STALE_SECONDS = 0.05
+"""A kept connection that is closed this soon after a request, without a byte, was most likely being closed already: the
+request is sent once more.  An engine that had begun with it ends it with its connection."""
 _ONE_WRITE_BYTES_MAX = 65_536
 """A smaller body goes out with its head; a larger one is not copied."""
 
@@ -43,28 +44,31 @@ class EngineConnection(asyncio.Protocol):
         self._exchange: Exchange | None = None
         self._keeping: asyncio.TimerHandle | None = None
         self.stale = False
-        """The last request met a connection that the engine was closing: nobody has read it."""
+        """The last request met a connection that the engine was, most likely, already closing."""
 
     @property
     def usable(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
 
-    async def exchange(self, request: bytes, body: bytes, receiver: Receiver, limits: UpstreamLimits) -> None:
+    async def exchange(
+        self, head: bytes, request: UpstreamRequest, receiver: Receiver, limits: UpstreamLimits
+    ) -> None:
         """Send, and pass the answer on.  The connection is kept when it is fit for another call, else closed."""
         assert self._transport is not None
         exchange = self._exchange = Exchange(self._transport, receiver, limits)
         sent_at = time.monotonic()
         try:
-            if len(body) <= _ONE_WRITE_BYTES_MAX:
-                self._transport.write(request + body)
+            if len(request.body) <= _ONE_WRITE_BYTES_MAX:
+                self._transport.write(head + request.body)
             else:
-                self._transport.write(request)
-                self._transport.write(body)
+                self._transport.write(head)
+                self._transport.write(request.body)
             await exchange.finish()
         finally:
             self._exchange = None
             self.stale = exchange.unheard and time.monotonic() - sent_at < STALE_SECONDS
-            if exchange.reusable and self.usable and len(self._idle) < IDLE_CONNECTIONS_MAX:
+            fit = exchange.reusable and self.usable and not request.alone
+            if fit and len(self._idle) < IDLE_CONNECTIONS_MAX:
                 self._keep()
             else:
                 self.abort()
@@ -132,7 +136,7 @@ class EngineClient(Upstream):
         if self._closed:
             raise UpstreamFailed("the upstream client is closed", connecting=True)
         origin = _origin(request.url)
-        kept = self._kept(origin)
+        kept = None if request.alone else self._kept(origin)
         if kept is not None:
             try:
                 return await self._exchange(kept, origin, request, receiver)
@@ -146,7 +150,7 @@ class EngineClient(Upstream):
     ) -> None:
         self._busy.add(connection)
         try:
-            await connection.exchange(_head(origin, request), request.body, receiver, self._limits)
+            await connection.exchange(_head(origin, request), request, receiver, self._limits)
         finally:
             self._busy.discard(connection)
 

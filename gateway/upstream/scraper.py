@@ -54,7 +54,7 @@ class Scraper:
     async def get(self, base_url: str, path: str, timeout_seconds: float) -> bytes:
         """The body of a 200, within time and size.  Raises Unusable."""
         page = _Page(url := base_url + path)
-        request = UpstreamRequest(base_url, path, self._headers, b"", method="GET")
+        request = UpstreamRequest(base_url, path, self._headers, b"", method="GET", alone=True)
         try:
             async with asyncio.timeout(timeout_seconds):
                 await self._client.exchange(request, page)

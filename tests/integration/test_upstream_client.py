@@ -6,6 +6,7 @@ import gzip
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 
 import pytest
 
@@ -214,6 +215,20 @@ async def test_a_request_that_met_a_closing_connection_is_sent_again_on_a_new_on
         await upstream.exchange(call(server.url), sink)
         assert sink.data == b"{}"
         assert len(server.connections) == 2
+
+
+async def test_a_request_alone_neither_takes_nor_leaves_a_connection() -> None:
+    async def script(peer: Connection) -> None:
+        while True:
+            await peer.request()
+            await peer.send(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+
+    async with engine(script) as server, client() as upstream:
+        await upstream.exchange(call(server.url), Sink())
+        for _ in range(2):
+            await upstream.exchange(replace(call(server.url), alone=True), Sink())
+        await upstream.exchange(call(server.url), Sink())
+        assert [len(peer.requests) for peer in server.connections] == [2, 1, 1]
 
 
 async def test_a_request_is_not_sent_again_once_an_engine_may_have_worked_on_it(

@@ -68,3 +68,18 @@ def test_what_names_no_store_is_an_error(url: str) -> None:
         parse(url)
     with pytest.raises(ValueError):
         new_client(url)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://:Sec/ret@h:6379/0",
+        "redis+sentinel://u:Sec/ret@h:1/name",
+        "redis+sentinel://u:pw@h:1/n/Se?cret@x",
+        "redis+cluster://u:pw@h:cret",
+    ],
+)
+def test_a_url_that_is_not_understood_is_not_repeated(url: str) -> None:
+    with pytest.raises(ValueError, match="not the URL of a store") as failure:
+        parse(url)
+    assert "ret" not in str(failure.value)
