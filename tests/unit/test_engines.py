@@ -2,13 +2,13 @@
 
 from typing import Any, cast
 
-import httpx
 import pytest
 
 from gateway.core.books import ReplicaConfig
 from gateway.core.route import PoolShape
 from gateway.upstream.engines import FleetPlan, WatchedEngines, blocks_limit
 from gateway.upstream.fleet import FleetWatch, ReplicaShape, ReplicaSpec, ReplicaState
+from gateway.upstream.scraper import Scraper
 
 
 class Watch:
@@ -207,7 +207,7 @@ async def test_the_real_watch_knows_its_replicas_before_they_answer() -> None:
         [ReplicaSpec("short", "a", "http://127.0.0.1:1")],
         frozenset({"demo"}),
         nothing_changes,
-        client=httpx.AsyncClient(trust_env=False),
+        scraper=Scraper(),
     )
     made = WatchedEngines(plan(pools=(("short", None),), lanes={"short": ("short",)}), watch)
     assert (made.url("a"), made.pool("a"), made.others_up("short", [])) == (
