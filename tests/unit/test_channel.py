@@ -175,3 +175,12 @@ async def test_a_new_owner_sends_nothing_of_the_old_one(channel, store):
     assert not channel.busy
     await send(channel, store)
     assert store.batches[-1] == (1, [])
+
+
+async def test_an_op_that_cannot_be_packed_fails_its_own_call_and_is_in_no_batch(channel, store):
+    with pytest.raises(OverflowError):
+        channel.admit(["A", "1", 1 << 70], ignore)
+    assert not channel.busy
+    channel.admit(["A", "2"], ignore)
+    await send(channel, store)
+    assert store.batches == [(1, [["A", "2"]])]
