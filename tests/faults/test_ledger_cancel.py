@@ -2,13 +2,13 @@
 
 import asyncio
 import random
+from dataclasses import replace
 
 import pytest
 
-from gateway.core.outcomes import Code
 from gateway.ledger.api import Grant
 from tests.faults.proxy import store_proxy
-from tests.integration.ledger_world import eventually, running_store, world
+from tests.integration.ledger_world import HOLD, eventually, running_store, world
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +180,7 @@ async def test_survivors_of_two_thousand_cancellations_hold_their_own(path):
     """RD-03: 50 ms of latency, clients leave after 0 to 100 ms or never."""
     chance = random.Random(3)
     async with world(path, 10_000_000) as w, store_proxy(path) as proxy:
-        m = await w.join(proxy.url)
+        m = await w.join(proxy.url, hold=replace(HOLD, seconds=20))  # a busy machine may be late for a moment
         proxy.reply_seconds = 0.05
         asks = [m.open(1 + i, key=f"k{i}") for i in range(2000)]
         tasks = [asyncio.create_task(ask.granted()) for ask in asks]
@@ -194,8 +194,7 @@ async def test_survivors_of_two_thousand_cancellations_hold_their_own(path):
         staying = sorted(set(range(2000)) - set(leaving))
         answers = await asyncio.gather(*(tasks[i] for i in staying), return_exceptions=True)
         granted = [i for i, answer in zip(staying, answers, strict=True) if isinstance(answer, Grant)]
-        assert {a.code for a in answers if not isinstance(a, Grant)} <= {Code.STORE_UNAVAILABLE}
-        assert len(granted) > 400
+        assert granted == staying
         for i in set(staying) - set(granted):
             asks[i].settle(None, None)
         await eventually(lambda: m.ledger.inflight == len(granted))
