@@ -8,7 +8,8 @@ import contextlib
 import logging
 import math
 import secrets as random_secrets
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,12 @@ from gateway.core.events import Event as Fact
 from gateway.core.lifecycle import Event
 from gateway.flow import Flow
 from gateway.http.admin import create_api
-from gateway.http.auth import Key, Keyring, KeyringWatch, anonymous
+from gateway.http.auth import Key, Keyring, anonymous
 from gateway.http.errors import safe_request_id
 from gateway.http.proxy import Calls, ClassTerms, EdgeSettings, Proxy
 from gateway.ledger.valkey import HoldLimits, ValkeyLedger
 from gateway.ledger.wire import StoreAway
+from gateway.reload import FileWatch, check_reload
 from gateway.telemetry.logs import CallLog
 from gateway.telemetry.prometheus import CONTENT_TYPE, Metrics
 from gateway.tokens.tiktoken_counter import TiktokenCounter
@@ -54,6 +56,15 @@ STATE_SECONDS = 1.0
 """A scrape within this time of the last one shows the same content of the store."""
 
 
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where the settings came from."""
+
+    path: Path
+    read: Callable[[], Settings]
+    """Raises ConfigError."""
+
+
 class FleetRoom:
     """One fleet's engines, ledger and tasks."""
 
@@ -78,6 +89,13 @@ class FleetRoom:
         self.fleet = Fleet(fleet.name, self.engines, self.ledger)
         self.models = fleet.models
 
+    def use(self, settings: Settings, fleet: FleetSettings) -> None:
+        """Another configuration that `check_reload` allows; the store hears of it with the next batch."""
+        self.models = fleet.models
+        self.watch.update(_replica_specs(fleet), frozenset(fleet.models))
+        self.engines.update(_plan(settings, fleet))
+        self.ledger.reconfigure()
+
     async def _on_change(self, names: frozenset[str]) -> None:
         self.engines.changed()
         self.ledger.reconfigure()
@@ -86,10 +104,13 @@ class FleetRoom:
 
 
 class Gateway:
-    """One worker process.  `start` raises what a wrong vocabulary or keys file raises."""
+    """One worker process.  A wrong vocabulary or keys file raises at once."""
 
-    def __init__(self, settings: Settings, secrets: Secrets) -> None:
+    def __init__(self, settings: Settings, secrets: Secrets, source: Source | None = None) -> None:
+        """`source` is followed while the process runs; without one the settings stay."""
         self._settings = settings
+        self._secrets = secrets
+        self._source = source
         self._rooms: list[FleetRoom] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._state_read_at = -STATE_SECONDS
@@ -101,7 +122,8 @@ class Gateway:
         )
         self._call_log = CallLog()
         self._rooms = [FleetRoom(settings, fleet, secrets, self._observe) for fleet in settings.fleets]
-        self._keys = self._keyring()
+        self._keys = Keyring((), None if settings.auth.required else anonymous(settings.default_class))
+        self._followed = [*self._follow_keys(), *self._follow_settings()]
         upstream = settings.upstream
         limits = UpstreamLimits(
             upstream.connect_seconds,
@@ -110,18 +132,19 @@ class Gateway:
             upstream.idle_seconds,
         )
         self._upstream = EngineClient(limits, ca_file=upstream.ca_file)
-        fleets = {model: room.fleet for room in self._rooms for model in room.models}
+        self._models: dict[str, Fleet] = {}
+        self._name_models()
         self._proxy = Proxy(
             Flow(self._counter, self._upstream),
             self._keys,
-            fleets,
+            self._models,
             _edge_settings(settings, secrets),
             self.calls,
             self._observe,
         )
         self._api = create_api(
             self._keys,
-            fleets,
+            self._models,
             self.problem,
             self._render_metrics,
             self.state,
@@ -133,16 +156,36 @@ class Gateway:
         self._metrics(fact)
         self._call_log(fact)
 
-    def _keyring(self) -> Keyring | KeyringWatch:
-        auth = self._settings.auth
-        default = self._settings.default_class
-        nobody = None if auth.required else anonymous(default)
-        if auth.keys_file is None:
-            return Keyring((), nobody)
-        path = Path(auth.keys_file)
-        classes = [class_.name for class_ in self._settings.classes]
-        read = partial(_read_keys, path, classes)
-        return KeyringWatch(path, read, nobody, self._metrics.keys_reload_failed)
+    def _name_models(self) -> None:
+        """In place: who was given the mapping sees the models of now."""
+        self._models.clear()
+        self._models.update({model: room.fleet for room in self._rooms for model in room.models})
+
+    # -- files that are followed ---------------------------------------------------------------------------------
+
+    def _follow_keys(self) -> Iterator[FileWatch[Any]]:
+        if self._settings.auth.keys_file is None:
+            return
+        path = Path(self._settings.auth.keys_file)
+        read = partial(_read_keys, path, [class_.name for class_ in self._settings.classes])
+        keys = read()
+        self._keys.replace(keys)
+        yield FileWatch(path, keys, read, self._keys.replace, partial(self._metrics.reload_failed, "keys"))
+
+    def _follow_settings(self) -> Iterator[FileWatch[Any]]:
+        if self._source:
+            failed = partial(self._metrics.reload_failed, "config")
+            yield FileWatch(self._source.path, self._settings, self._source.read, self._use, failed)
+
+    def _use(self, settings: Settings) -> None:
+        """All of it or, where `check_reload` raises ConfigError, nothing."""
+        check_reload(self._settings, settings)
+        self._settings = settings
+        for room, fleet in zip(self._rooms, settings.fleets, strict=True):
+            room.use(settings, fleet)
+        self._name_models()
+        self._proxy.use(_edge_settings(settings, self._secrets))
+        self._metrics.know(_metric_names(settings), [c.name for c in settings.classes])
 
     # -- life ----------------------------------------------------------------------------------------------------
 
@@ -157,8 +200,7 @@ class Gateway:
         for room in self._rooms:
             self._tasks.append(loop.create_task(room.ledger.run()))
         self._tasks.append(loop.create_task(self.calls.watch_writes()))
-        if isinstance(self._keys, KeyringWatch):
-            self._tasks.append(loop.create_task(self._keys.run()))
+        self._tasks += [loop.create_task(watch.run()) for watch in self._followed]
 
     def drain(self) -> None:
         """Not ready from now on; after the grace period what still runs is ended.  A second call ends that period."""

@@ -113,7 +113,7 @@ def _serve(parsed: argparse.Namespace) -> int:
     settings = load(parsed.config, os.environ)
     secrets = load_secrets(settings, os.environ)
     if parsed.listen_fd is not None:
-        return serve_inherited(settings, secrets, parsed.listen_fd)
+        return serve_inherited(parsed.config, settings, secrets, parsed.listen_fd, os.environ)
     return serve(parsed.config, settings, secrets, parsed.host, parsed.port, parsed.workers, os.environ)
 
 

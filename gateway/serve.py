@@ -20,7 +20,7 @@ import uvicorn
 import uvloop
 from msgspec.structs import replace
 
-from gateway.app import Gateway
+from gateway.app import Gateway, Source
 from gateway.config import Secrets, Settings, load, load_secrets
 from gateway.http.auth import new_key
 from gateway.http.protocol import ProxyProtocol
@@ -119,14 +119,18 @@ def serve(
     """Serve until SIGTERM or SIGINT.  Raises OSError where the port is taken, and what a wrong start raises."""
     with _listen(host, port) as listener, _store(settings) as store:
         if workers == 1:
-            return _run_worker(_with_store(settings, store), secrets, listener, store)
+            source = _source(config, environ, store)
+            return _run_worker(_with_store(settings, store), secrets, listener, store, source)
         with asyncio.Runner() as runner:
             return runner.run(_supervise(config, store, listener, workers, environ))
 
 
-def serve_inherited(settings: Settings, secrets: Secrets, descriptor: int) -> int:
+def serve_inherited(
+    config: Path, settings: Settings, secrets: Secrets, descriptor: int, environ: Mapping[str, str]
+) -> int:
     """One of several workers: the listening socket is its parent's."""
-    return _run_worker(settings, secrets, socket.socket(fileno=descriptor), None)
+    listener = socket.socket(fileno=descriptor)
+    return _run_worker(settings, secrets, listener, None, _source(config, environ, None))
 
 
 def serve_demo(host: str, port: int, environ: Mapping[str, str]) -> int:
@@ -146,7 +150,8 @@ def serve_demo(host: str, port: int, environ: Mapping[str, str]) -> int:
         secrets = load_secrets(settings, {**own, settings.admin.token_env: token})
         with _store(settings) as store:
             ready_line = _demo_ready_line(listener, key, token)
-            return _run_worker(_with_store(settings, store), secrets, listener, store, ready_line)
+            source = _source(config, own, store)
+            return _run_worker(_with_store(settings, store), secrets, listener, store, source, ready_line)
 
 
 def _run_worker(
@@ -154,11 +159,12 @@ def _run_worker(
     secrets: Secrets,
     listener: socket.socket,
     store: EmbeddedStore | None,
+    source: Source,
     ready_line: str = "",
 ) -> int:
     logs = Logs(settings.log.level, settings.log.format)
     try:
-        gateway = Gateway(settings, secrets)
+        gateway = Gateway(settings, secrets, source)
         server = GatewayServer(gateway, _server_config(gateway, settings), ready_line)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve_until_told(server, listener, store))
@@ -218,6 +224,10 @@ def _store(settings: Settings) -> Iterator[EmbeddedStore | None]:
         yield store
     finally:
         store.stop()
+
+
+def _source(config: Path, environ: Mapping[str, str], store: EmbeddedStore | None) -> Source:
+    return Source(config, lambda: _with_store(load(config, environ), store))
 
 
 def _with_store(settings: Settings, store: EmbeddedStore | None) -> Settings:

@@ -160,7 +160,7 @@ class Proxy:
         observer: Observer,
         jitter: Callable[[], float] = lambda: random.uniform(1, 1.25),
     ) -> None:
-        """`fleets` by every model name that they answer to."""
+        """`fleets` by every model name that they answer to, as of now: a reload changes the mapping."""
         self._flow = flow
         self._keys = keys
         self._fleets = fleets
@@ -171,6 +171,11 @@ class Proxy:
         self._calls = calls
         self._observer = observer
         self._jitter = jitter
+
+    def use(self, settings: EdgeSettings) -> None:
+        """From the next call on."""
+        self._settings = settings
+        self._bodies.bytes_max = settings.bodies_bytes_max
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -29,7 +30,7 @@ PAGE_SIZE = 500
 OBSERVE_SECONDS = 3.0
 """What this process sees of replicas is told again so often: the last word of one that died must not stay."""
 LOG_SECONDS = 10.0
-"""A reason of an outage is logged once in this time."""
+"""An outage is logged once in this time, with its reason of that moment; only a new internal error comes beside it."""
 
 
 class Keeper:
@@ -80,7 +81,7 @@ class Keeper:
         self._beat_at = 0.0
         self._read_at = 0.0
         """When the books are read again for this process's share."""
-        self._logged, self._logged_at = "", 0.0
+        self._logged, self._logged_at = "", -math.inf
 
     @property
     def ready(self) -> bool:
@@ -364,6 +365,7 @@ class Keeper:
             self._observer(StoreUp(False))
         if known:
             self._ledger.sharing.begin()
-        if why != self._logged or now - self._logged_at >= LOG_SECONDS:
+        news = with_traceback and why != self._logged
+        if news or now - self._logged_at >= LOG_SECONDS:
             self._logged, self._logged_at = why, now
             log.error("the store of fleet %s is away: %s", self._ledger.fleet, why, exc_info=with_traceback)

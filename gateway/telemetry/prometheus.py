@@ -146,11 +146,8 @@ class Metrics(Collector):
         classes: Collection[str],
         inflight: Callable[[], Mapping[str, int]],
     ) -> None:
-        """`fleets`: fleet -> pool -> names of replicas.  `inflight`: calls of each fleet that this process has now.
-
-        A lane is named as a pool, so the pools name the lanes too.
-        """
-        self._known = _Known(fleets, classes)
+        """As `know`.  `inflight`: calls of each fleet that this process has now."""
+        self.know(fleets, classes)
         self._inflight = inflight
         self._states: dict[str, Mapping[str, Any]] = {}
         self._store_up = False
@@ -175,14 +172,18 @@ class Metrics(Collector):
         if handler is not None:
             handler(event)
 
+    def know(self, fleets: Mapping[str, Mapping[str, Collection[str]]], classes: Collection[str]) -> None:
+        """The configured names.  `fleets`: fleet -> pool -> names of replicas; a lane is named as a pool."""
+        self._known = _Known(fleets, classes)
+
     def set_state(self, fleet: str, state: Mapping[str, Any]) -> None:
         """What the store holds for a fleet, laid out as `GET /admin/v1/state`; shown until the next one comes."""
         if self._known.fleet(fleet):
             self._states[fleet] = state
 
-    def keys_reload_failed(self) -> None:
-        """The keys file was changed and could not be used."""
-        self._reload_failures.add(())
+    def reload_failed(self, file: str) -> None:
+        """`config` or `keys` was changed and could not be used."""
+        self._reload_failures.add((file,))
 
     def render(self) -> bytes:
         """The body of `/metrics`, of type `CONTENT_TYPE`."""
@@ -207,9 +208,9 @@ class Metrics(Collector):
         self._shared = _Counter(
             "kvgate_share_admissions", "Calls admitted by this process alone, without the store", ("fleet",)
         )
-        self._reload_failures = _Counter(
-            "kvgate_keys_reload_failures", "Changes of the keys file not used", ()
-        )
+        self._reload_failures = _Counter("kvgate_reload_failures", "Changes of a file not used", ("file",))
+        for file in ("config", "keys"):
+            self._reload_failures.add((file,), 0)
         self._refusals = _Histogram(
             "kvgate_refusal_seconds", "Body read to refusal written", ("fleet", "reason"), REFUSAL_SECONDS
         )

@@ -43,9 +43,19 @@ class WatchedEngines:
         self._watch = watch
         self._shape: FleetShape | None = None
         self._pools = {state.spec.name: state.spec.pool for state in watch.states()}
+        self._pools_before: dict[str, str] = {}
+        """Of replicas that the last reload took out: their streams go on."""
         self._urls = {state.spec.name: state.spec.url for state in watch.states()}
 
     def changed(self) -> None:
+        self._shape = None
+
+    def update(self, plan: FleetPlan) -> None:
+        """Another configuration; the watch has it already."""
+        self._plan = plan
+        self._pools_before = self._pools
+        self._pools = {state.spec.name: state.spec.pool for state in self._watch.states()}
+        self._urls = {state.spec.name: state.spec.url for state in self._watch.states()}
         self._shape = None
 
     def shape(self) -> FleetShape:
@@ -60,7 +70,7 @@ class WatchedEngines:
         return self._urls[replica]
 
     def pool(self, replica: str) -> str:
-        return self._pools.get(replica, "")
+        return self._pools.get(replica) or self._pools_before.get(replica, "")
 
     def others_up(self, lane: str, tried: Sequence[str]) -> bool:
         pools = self._plan.lanes[lane]

@@ -194,10 +194,13 @@ class _Replica:
         self.shape: ReplicaShape | None = None
         self.up = False
         self.problem = "not asked yet"
+        self.outdated = False
+        """Its configuration changed since it was asked what it has; until it answers, what it had last counts."""
         self.misses = 0
         self.refusals = 0
         self.backoff_seconds = BACKOFF_FIRST_SECONDS
         self.tried = asyncio.Event()
+        self.task: asyncio.Task[None] | None = None
 
 
 class FleetWatch:
@@ -235,13 +238,46 @@ class FleetWatch:
         self._sleep = sleep
         self._changed: set[str] = set()
         self._news = asyncio.Event()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._announcer: asyncio.Task[None] | None = None
+        self._ended: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
         """Begin to watch; nothing is up before it has answered."""
         for replica in self._replicas.values():
-            self._tasks.append(asyncio.create_task(self._watch(replica)))
-        self._tasks.append(asyncio.create_task(self._announce()))
+            replica.task = asyncio.create_task(self._watch(replica))
+        self._announcer = asyncio.create_task(self._announce())
+
+    def update(self, specs: Sequence[ReplicaSpec], models: frozenset[str]) -> None:
+        """Another configuration, once started.  A replica that it no longer has is forgotten at once.
+
+        One that it changes is asked again what it has, and until then keeps what it had.  Under another URL it is
+        another replica, which has to answer before it is up.
+        """
+        before, renamed = self._replicas, models != self._models
+        self._models = models
+        self._replicas = {spec.name: self._continued(before.get(spec.name), spec, renamed) for spec in specs}
+        kept = {id(replica) for replica in self._replicas.values()}
+        for name, replica in before.items():
+            if id(replica) not in kept:
+                self._end(replica)
+                self._changed.discard(name)
+
+    def _continued(self, replica: _Replica | None, spec: ReplicaSpec, renamed: bool) -> _Replica:
+        if replica is None or replica.spec.url != spec.url:
+            replica = _Replica(spec)
+        elif replica.spec == spec and not renamed:
+            return replica
+        else:
+            self._end(replica)
+            replica.spec, replica.outdated = spec, replica.up
+        replica.task = asyncio.create_task(self._watch(replica))
+        return replica
+
+    def _end(self, replica: _Replica) -> None:
+        if replica.task:
+            replica.task.cancel()
+            self._ended.add(replica.task)
+            replica.task.add_done_callback(self._ended.discard)
 
     async def tried(self) -> None:
         """Returns when every replica has been asked once, whatever came of it; bounded by the time-outs."""
@@ -250,9 +286,12 @@ class FleetWatch:
 
     async def close(self) -> None:
         """Stop watching and close the scraper."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for replica in self._replicas.values():
+            self._end(replica)
+        if self._announcer:
+            self._announcer.cancel()
+            self._ended.add(self._announcer)
+        await asyncio.gather(*self._ended, return_exceptions=True)
         await self._scraper.close()
 
     def is_up(self, name: str) -> bool:
@@ -278,7 +317,8 @@ class FleetWatch:
     async def _watch(self, replica: _Replica) -> None:
         while True:
             try:
-                await (self._probe(replica) if replica.up else self._revive(replica))
+                known = replica.up and not replica.outdated
+                await (self._probe(replica) if known else self._revive(replica))
             except Exception:
                 log.exception("replica %s: the watch failed", replica.spec.name)
             if not replica.tried.is_set():
@@ -299,9 +339,7 @@ class FleetWatch:
         try:
             await self._scraper.get(replica.spec.url, "/health", self._probe_timeout_seconds)
         except Unusable as trouble:
-            replica.misses += 1
-            if replica.misses >= MISSES_MAX:
-                self._take_out(replica, str(trouble))
+            self._missed(replica, str(trouble))
             return
         replica.misses = 0
         replica.refusals = 0
@@ -350,14 +388,15 @@ class FleetWatch:
         try:
             await self._scraper.get(replica.spec.url, "/health", self._probe_timeout_seconds)
         except Unusable as trouble:
-            self._stays_down(replica, str(trouble))
+            self._missed(replica, str(trouble))
             return
         found = await discover(replica.spec, self._models, self._scraper)
         if isinstance(found, str):
-            self._stays_down(replica, found)
+            self._missed(replica, found)
             return
         replica.shape = found
         replica.up = True
+        replica.outdated = False
         replica.problem = ""
         replica.misses = replica.refusals = 0
         replica.backoff_seconds = BACKOFF_FIRST_SECONDS
@@ -373,13 +412,17 @@ class FleetWatch:
     def _take_out(self, replica: _Replica, problem: str) -> None:
         if not replica.up:
             return
-        replica.up = False
+        replica.up = replica.outdated = False
         replica.problem = problem
         log.warning("replica %s is down: %s", replica.spec.name, problem)
         self._tell(replica)
 
-    def _stays_down(self, replica: _Replica, problem: str) -> None:
-        if problem != replica.problem:
+    def _missed(self, replica: _Replica, problem: str) -> None:
+        if replica.up:
+            replica.misses += 1
+            if replica.misses >= MISSES_MAX:
+                self._take_out(replica, problem)
+        elif problem != replica.problem:
             replica.problem = problem
             log.warning("replica %s stays down: %s", replica.spec.name, problem)
 

@@ -440,7 +440,7 @@ async def test_a_change_of_the_keys_file_counts_within_a_second(new_world: World
     path.write_text("- {name: broken")
     await asyncio.sleep(RELOAD_SECONDS)
     assert await status(first) == 200, "the last good keys stay"
-    assert "kvgate_keys_reload_failures_total 1.0" in gateway.metrics()
+    assert 'kvgate_reload_failures_total{file="keys"} 1.0' in gateway.metrics()
     await counts(lambda: _write(path, []), first, 401)
     answer = await ask(gateway.url, post(first, BODY))
     assert answer.code == Code.INVALID_API_KEY

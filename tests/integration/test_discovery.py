@@ -582,3 +582,77 @@ async def test_closing_while_a_probe_hangs_is_quick(caplog: pytest.LogCaptureFix
             await soon(lambda: bool(here.asked))
     assert not caplog.records
     assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+# -- another configuration ---------------------------------------------------------------------------------------
+
+
+async def test_a_replica_that_is_added_comes_up_and_one_that_is_removed_is_forgotten() -> None:
+    async with engine() as here, engine() as there:
+        world = World()
+        async with watching(world, spec(here.url)) as watch:
+            await watch.tried()
+            watch.update([spec(there.url, "b")], MODELS)
+            assert [state.spec.name for state in watch.states()] == ["b"]
+            assert not watch.is_up("a")
+            await soon(lambda: watch.is_up("b"))
+            asked = len(here.asked)
+            pauses = len(world.pauses)
+            await soon(lambda: len(world.pauses) > pauses + 2)
+            assert len(here.asked) == asked, "nobody asks a replica that is gone"
+
+
+async def test_a_number_that_is_changed_counts_once_the_engine_was_asked_and_the_replica_stays_up() -> None:
+    async with engine() as here:
+        world = World()
+        async with watching(world, spec(here.url)) as watch:
+            await soon(lambda: bool(world.changes))
+            watch.update([spec(here.url, num_gpu_blocks=100)], MODELS)
+            seen = []
+            while blocks_of(watch) != 100:
+                seen.append(watch.is_up("a"))
+                await asyncio.sleep(0)
+            assert all(seen)
+            await soon(lambda: len(world.changes) > 1)
+            watch.update([spec(here.url)], MODELS)
+            await soon(lambda: blocks_of(watch) == 256)
+            assert watch.is_up("a")
+
+
+async def test_an_engine_that_does_not_answer_the_changed_configuration_goes_down() -> None:
+    async with engine() as here:
+        world = World()
+        async with watching(world, spec(here.url)) as watch:
+            await watch.tried()
+            watch.update([spec(here.url)], frozenset({"another-model"}))
+            assert watch.is_up("a")
+            await soon(lambda: not watch.is_up("a"))
+            assert "not another-model" in watch.states()[0].problem
+
+
+async def test_another_url_is_another_replica() -> None:
+    async with engine() as here, engine() as there:
+        world = World()
+        async with watching(world, spec(here.url)) as watch:
+            await watch.tried()
+            watch.update([spec(there.url)], MODELS)
+            assert not watch.is_up("a")
+            await soon(lambda: watch.is_up("a"))
+            assert watch.states()[0].spec.url == there.url
+
+
+async def test_the_same_configuration_changes_nothing() -> None:
+    async with engine() as here:
+        world = World()
+        async with watching(world, spec(here.url)) as watch:
+            await soon(lambda: bool(world.changes))
+            watch.update([spec(here.url)], MODELS)
+            pauses = len(world.pauses)
+            await soon(lambda: len(world.pauses) > pauses + 2)
+            assert len(world.changes) == 1
+
+
+def blocks_of(watch: FleetWatch) -> int:
+    shape = watch.states()[0].shape
+    assert shape is not None
+    return shape.num_gpu_blocks

@@ -1,17 +1,11 @@
-"""API keys: who is let in, and how a changed file takes effect."""
+"""API keys: who is let in."""
 
-import asyncio
-import contextlib
-import logging
-import os
 import re
-from collections.abc import Iterable
 from hashlib import sha256
-from pathlib import Path
 
 import pytest
 
-from gateway.http.auth import Key, Keyring, KeyringWatch, anonymous, new_key
+from gateway.http.auth import Key, Keyring, anonymous, new_key
 
 ANYBODY = anonymous("normal")
 
@@ -83,125 +77,8 @@ def test_a_key_does_not_show_its_digest() -> None:
     assert "digest" not in repr(key("one"))
 
 
-class File:
-    """A keys file of one secret a line; `bad` on a line is a mistake."""
-
-    def __init__(self, path: Path, text: str) -> None:
-        self.path = path
-        self.reads = 0
-        self.failures = 0
-        self.write(text)
-
-    def write(self, text: str) -> None:
-        """Replaced as by an editor, so that the inode differs however coarse the clock of the file system is."""
-        fresh = self.path.with_suffix(".new")
-        fresh.write_text(text)
-        if self.path.exists():
-            os.link(self.path, self.path.with_suffix(f".{self.path.stat().st_ino}"))
-        os.replace(fresh, self.path)
-
-    def read(self) -> Iterable[Key]:
-        self.reads += 1
-        lines = self.path.read_text().split()
-        if "bad" in lines:
-            raise ValueError(f"line {lines.index('bad') + 1} is bad")
-        return [key(line) for line in lines]
-
-    def failed(self) -> None:
-        self.failures += 1
-
-    def watch(self) -> KeyringWatch:
-        return KeyringWatch(self.path, self.read, None, self.failed)
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> File:
-    return File(tmp_path / "keys", "one")
-
-
-def opens(watch: KeyringWatch, secret: str) -> bool:
-    return watch.find(f"Bearer {secret}".encode(), None, 0) is not None
-
-
-async def test_a_changed_file_takes_effect_once_it_has_settled(file: File) -> None:
-    watch = file.watch()
-    assert opens(watch, "one")
-    file.write("two")
-    await watch.poll()
-    assert opens(watch, "one")
-    await watch.poll()
-    assert (opens(watch, "one"), opens(watch, "two")) == (False, True)
-
-
-async def test_an_unchanged_file_is_not_read_again(file: File) -> None:
-    watch = file.watch()
-    for _ in range(5):
-        await watch.poll()
-    assert file.reads == 1
-
-
-async def test_a_file_that_is_still_being_written_is_left_alone(file: File) -> None:
-    watch = file.watch()
-    for text in ("", "two", "two three"):
-        file.write(text)
-        await watch.poll()
-        assert opens(watch, "one")
-    await watch.poll()
-    assert opens(watch, "three")
-    assert file.reads == 2
-
-
-async def test_a_bad_file_is_told_once_and_the_last_good_keys_stay(
-    file: File, caplog: pytest.LogCaptureFixture
-) -> None:
-    watch = file.watch()
-    file.write("two bad")
-    with caplog.at_level(logging.INFO, "kvgate.auth"):
-        for _ in range(5):
-            await watch.poll()
-    assert opens(watch, "one")
-    assert file.failures == 1
-    messages = [record.getMessage() for record in caplog.records]
-    assert messages == ["keys file not reloaded, the last good keys stay: line 2 is bad"]
-    file.write("three")
-    await watch.poll()
-    await watch.poll()
-    assert opens(watch, "three")
-
-
-async def test_a_file_that_goes_away_keeps_its_keys(file: File) -> None:
-    watch = file.watch()
-    file.path.unlink()
-    for _ in range(4):
-        await watch.poll()
-    assert opens(watch, "one")
-    assert file.failures == 1
-
-
-async def test_a_reload_on_demand_reads_at_once(file: File) -> None:
-    watch = file.watch()
-    file.write("two")
-    assert await watch.reload()
-    assert opens(watch, "two")
-    file.write("bad")
-    assert not await watch.reload()
-    assert opens(watch, "two")
-
-
-def test_a_bad_file_at_start_is_an_error(file: File) -> None:
-    file.write("bad")
-    with pytest.raises(ValueError, match="line 1 is bad"):
-        file.watch()
-
-
-async def test_the_task_follows_the_file_until_it_is_cancelled(file: File) -> None:
-    watch = KeyringWatch(file.path, file.read, None, file.failed, reload_seconds=0)
-    task = asyncio.create_task(watch.run())
-    file.write("two")
-    async with asyncio.timeout(10):
-        while not opens(watch, "two"):
-            await asyncio.sleep(0)
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await task
-    assert task.cancelled()
+def test_replaced_keys_are_the_only_ones() -> None:
+    ring = Keyring([key("one")], None)
+    ring.replace([key("two")])
+    assert ring.find(b"Bearer one", None, 0) is None
+    assert ring.find(b"Bearer two", None, 0) is not None

@@ -123,8 +123,9 @@ def test_events_of_streams_and_store() -> None:
 
 def test_a_failed_reload_is_counted() -> None:
     source = metrics()
-    source.keys_reload_failed()
-    assert value(source, "kvgate_keys_reload_failures_total") == 1
+    source.reload_failed("keys")
+    assert value(source, "kvgate_reload_failures_total", file="keys") == 1
+    assert value(source, "kvgate_reload_failures_total", file="config") == 0
 
 
 def test_inflight_is_read_at_each_scrape() -> None:
