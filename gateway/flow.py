@@ -25,6 +25,8 @@ from gateway.ledger.api import Grant, Reservation
 from gateway.tokens.api import Counted, Counter
 from gateway.upstream.api import Upstream, UpstreamFailed, UpstreamRequest
 
+COUNTED_AT_ONCE_BYTES_MAX = 1024
+"""Below this, judging a call by its bytes costs as much as counting its tokens."""
 ATTEMPTS_MAX = 2
 """A second replica is tried once, while nothing was forwarded."""
 
@@ -77,14 +79,15 @@ class Flow:
     async def _estimate(self, call: Call) -> Demand | Refusal:
         """The call's demand; hopeless and saturated calls are refused on bytes, before their tokens are counted."""
         shape, request, limits = call.fleet.engines.shape(), call.request, call.terms.limits
-        low, high = token_bounds(request, shape.token_factor)
-        refusal = hopeless(shape, request, low, limits)
-        if refusal:
-            return refusal
-        lanes = candidate_lanes(shape, request, low, high, limits)
-        refusal = call.fleet.ledger.known_refusal(lanes, call.terms.class_)
-        if refusal:
-            return refusal
+        ledger = call.fleet.ledger
+        if ledger.refused_lately or len(request.body) > COUNTED_AT_ONCE_BYTES_MAX:
+            low, high = token_bounds(request, shape.token_factor)
+            refusal = hopeless(shape, request, low, limits)
+            if refusal is None:
+                lanes = candidate_lanes(shape, request, low, high, limits)
+                refusal = ledger.known_refusal(lanes, call.terms.class_)
+            if refusal:
+                return refusal
         counts = [await self._count(prompt, shape.token_factor) for prompt in request.prompts]
         demand = route(shape, request, [counted.tokens for counted in counts], limits)
         if isinstance(demand, Refusal) and not all(counted.exact for counted in counts):

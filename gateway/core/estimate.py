@@ -1,8 +1,8 @@
 """How many tokens a prompt may be, from cheap bounds to a count, and what a call asks of a fleet."""
 
-import math
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 
 from gateway.core.prompt import Prompt, PromptTokens
 from gateway.core.request import GenerationRequest
@@ -41,7 +41,14 @@ class Demand:
 
 def apply_factor(tokens: int, factor: float) -> int:
     """A count by the packaged vocabulary as a count by the served model's, rounded up."""
-    return math.ceil(tokens * Fraction(str(factor)))
+    numerator, denominator = _ratio(factor)
+    return -(-tokens * numerator // denominator)
+
+
+@lru_cache(maxsize=64)
+def _ratio(factor: float) -> tuple[int, int]:
+    """As the operator wrote it: 1.1 is 11/10."""
+    return Fraction(str(factor)).as_integer_ratio()
 
 
 def prompt_tokens(prompt: Prompt, counted: int, factor: float) -> int:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from gateway.core.blocks import BlockShape, demand_blocks
 from gateway.core.estimate import Demand, call_cost, prefill_share
@@ -39,6 +40,19 @@ class PoolShape:
 
 
 @dataclass(frozen=True, slots=True)
+class LaneShape:
+    """What a call that goes to the lane of a pool can count on in every pool of that lane."""
+
+    pool: PoolShape
+    blocks: BlockShape
+    """The shortest context, and blocks counted by the smallest size."""
+    prompt_tokens_max: int
+    """The longest prompt that is sent here; the context must leave room for one token of output."""
+    context_max: int | None
+    """The context of its engines; None where they differ: what the largest leaves, the smallest has no room for."""
+
+
+@dataclass(frozen=True)
 class FleetShape:
     """What routing needs to know of a fleet."""
 
@@ -59,6 +73,29 @@ class FleetShape:
     complete: bool = True
     """Every configured replica has told its capacity."""
 
+    @cached_property
+    def lane_shapes(self) -> tuple[LaneShape, ...]:
+        """In the order of `pools`."""
+        return tuple(self._lane_shape(pool) for pool in self.pools)
+
+    @cached_property
+    def context_max(self) -> int:
+        """Above it no output limit makes sense."""
+        return max(pool.max_model_len for pool in self.pools)
+
+    def _lane_shape(self, pool: PoolShape) -> LaneShape:
+        names = self.lanes.get(pool.name, (pool.name,))
+        pools = [p for p in self.pools if p.name in names]
+        shortest = min(p.max_model_len for p in pools)
+        longest = max(p.context_max or p.max_model_len for p in pools)
+        room = shortest - 1
+        return LaneShape(
+            pool=pool,
+            blocks=BlockShape(shortest, min(p.block_size for p in pools), self.speculative_tokens),
+            prompt_tokens_max=room if pool.max_prompt_tokens is None else min(room, pool.max_prompt_tokens),
+            context_max=None if longest > shortest else longest,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class KeyLimits:
@@ -69,20 +106,24 @@ class KeyLimits:
     blocks_max: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Place:
     """A call as it would run in a pool: prompts as the engine cuts them, output limit as it fits there."""
 
-    pool: PoolShape
-    shape: BlockShape
+    lane: LaneShape
     prompts: tuple[int, ...]
     output_tokens: int
     clamped: bool
     blocks: int
 
+    @property
+    def pool(self) -> PoolShape:
+        return self.lane.pool
+
     def can_hold(self, request: GenerationRequest) -> bool:
         """True when an idle replica of the pool has room for the call."""
-        return self.blocks <= self.pool.usable_max and request.sequences <= self.pool.sequences_max
+        pool = self.lane.pool
+        return self.blocks <= pool.usable_max and request.sequences <= pool.sequences_max
 
 
 def route(
@@ -101,13 +142,13 @@ def route(
     if refusal is not None:
         return refusal
     measured = _measured(fleet, request, prompt_tokens, output_tokens)
-    held = sorted((p for p in measured if p.can_hold(request)), key=lambda place: -place.output_tokens)
-    if not held:
+    place = _best(request, measured)
+    if place is None:
         return _never_fits(fleet, request, prompt_tokens, measured) if fleet.complete else _NOT_TOLD
-    if request.min_tokens > held[0].output_tokens:
-        may_fit = held[0].clamped and not fleet.complete
-        return _NOT_TOLD if may_fit else _too_little_output(request, held[0])
-    demand = _demand(request, held[0])
+    if request.min_tokens > place.output_tokens:
+        may_fit = place.clamped and not fleet.complete
+        return _NOT_TOLD if may_fit else _too_little_output(request, place)
+    demand = _demand(request, place)
     if limits.blocks_max is not None and demand.unshared_blocks > limits.blocks_max:
         needed = f"The call needs {demand.unshared_blocks} KV blocks"
         message = f"{needed}; `blocks_max` of its key is {limits.blocks_max}."
@@ -156,18 +197,18 @@ def _output_limit(fleet: FleetShape, request: GenerationRequest, limits: KeyLimi
     if not fleet.pools:
         message = f"No engine of `{fleet.name}` has told its capacity yet."
         return Refusal(Code.NO_BACKEND, message, retry_ms=NO_POOL_RETRY_MS)
-    owners = {"the key": limits.max_output_tokens, "the model": fleet.max_output_tokens}
-    caps = {owner: cap for owner, cap in owners.items() if cap is not None}
     asked, field_ = request.output_limit, request.limit_field
+    caps = (("the key", limits.max_output_tokens), ("the model", fleet.max_output_tokens))
     if asked is None:
         is_chat = request.endpoint is Endpoint.CHAT
-        return min([fleet.default_output_tokens if is_chat else COMPLETIONS_OUTPUT_TOKENS, *caps.values()])
-    context = max(pool.max_model_len for pool in fleet.pools)
+        usual = fleet.default_output_tokens if is_chat else COMPLETIONS_OUTPUT_TOKENS
+        return min([usual, *(cap for _, cap in caps if cap is not None)])
+    context = fleet.context_max
     if asked > context and fleet.complete:
         over = f"{field_}={asked} cannot be greater than max_model_len={context}"
         return Refusal(Code.INVALID_VALUE, f"{over}. Please request fewer output tokens.", field_)
-    for owner, cap in caps.items():
-        if asked > cap:
+    for owner, cap in caps:
+        if cap is not None and asked > cap:
             message = f"`{field_}` is {asked}; `max_output_tokens` of {owner} is {cap}."
             return Refusal(Code.OUTPUT_LIMIT_EXCEEDED, message, field_)
     return _NOT_TOLD if asked > context else asked
@@ -176,9 +217,11 @@ def _output_limit(fleet: FleetShape, request: GenerationRequest, limits: KeyLimi
 def _context_not_cleared(
     request: GenerationRequest, prompt_tokens: Sequence[int], limits: KeyLimits
 ) -> Refusal | None:
-    longest = max(_as_cut(request, prompt_tokens, None))
     cleared = limits.context_tokens_max
-    if cleared is None or longest <= cleared:
+    if cleared is None:
+        return None
+    longest = max(_as_cut(request, prompt_tokens, None))
+    if longest <= cleared:
         return None
     message = (
         f"The prompt has at least {longest} tokens (estimated); `context_tokens_max` of its key is {cleared}."
@@ -190,58 +233,37 @@ def _measured(
     fleet: FleetShape, request: GenerationRequest, prompt_tokens: Sequence[int], output_tokens: int
 ) -> list[_Place]:
     """The call in every pool that takes prompts of its length, in the order of the pools."""
-    places = (_measure(fleet, pool, request, prompt_tokens, output_tokens) for pool in fleet.pools)
+    places = (_measure(fleet, lane, request, prompt_tokens, output_tokens) for lane in fleet.lane_shapes)
     return [place for place in places if place is not None]
 
 
 def _measure(
     fleet: FleetShape,
-    pool: PoolShape,
+    lane: LaneShape,
     request: GenerationRequest,
     prompt_tokens: Sequence[int],
     output_tokens: int,
 ) -> _Place | None:
-    shape = _lane_shape(fleet, pool)
-    prompts = _as_cut(request, prompt_tokens, _context_left(fleet, pool, output_tokens))
+    context = lane.context_max
+    context_left = None if context is None else max(1, context - output_tokens)
+    prompts = _as_cut(request, prompt_tokens, context_left)
     longest = max(prompts)
-    if longest > _prompt_tokens_max(pool, shape):
+    if longest > lane.prompt_tokens_max:
         return None
-    fitting = min(output_tokens, shape.max_model_len - longest)
-    blocks = demand_blocks(prompts, request.sequences_per_prompt, fitting, shape, fleet.share_prompt_of_n)
-    return _Place(pool, shape, prompts, fitting, fitting < output_tokens, blocks)
-
-
-def _lane_pools(fleet: FleetShape, pool: PoolShape) -> list[PoolShape]:
-    names = fleet.lanes.get(pool.name, (pool.name,))
-    return [p for p in fleet.pools if p.name in names]
-
-
-def _lane_shape(fleet: FleetShape, pool: PoolShape) -> BlockShape:
-    """What holds in every pool of the lane: the shortest context, and blocks counted by the smallest size."""
-    pools = _lane_pools(fleet, pool)
-    return BlockShape(
-        max_model_len=min(p.max_model_len for p in pools),
-        block_size=min(p.block_size for p in pools),
-        speculative_tokens=fleet.speculative_tokens,
+    fitting = min(output_tokens, lane.blocks.max_model_len - longest)
+    blocks = demand_blocks(
+        prompts, request.sequences_per_prompt, fitting, lane.blocks, fleet.share_prompt_of_n
     )
+    return _Place(lane, prompts, fitting, fitting < output_tokens, blocks)
 
 
-def _prompt_tokens_max(pool: PoolShape, shape: BlockShape) -> int:
-    """The longest prompt the pool takes; the context must leave room for one token of output."""
-    room = shape.max_model_len - 1
-    return room if pool.max_prompt_tokens is None else min(room, pool.max_prompt_tokens)
-
-
-def _context_left(fleet: FleetShape, pool: PoolShape, output_tokens: int) -> int | None:
-    """What every engine of the pool's lane cuts a prompt to that it is to cut to its context.
-
-    None where their contexts differ: what the largest leaves, the smallest has no room for.
-    """
-    pools = _lane_pools(fleet, pool)
-    longest = max(p.context_max or p.max_model_len for p in pools)
-    if longest > min(p.max_model_len for p in pools):
-        return None
-    return max(1, longest - output_tokens)
+def _best(request: GenerationRequest, measured: Sequence[_Place]) -> _Place | None:
+    """The first with the whole output limit, else the one where most of it fits; None where no engine holds it."""
+    best: _Place | None = None
+    for place in measured:
+        if (best is None or place.output_tokens > best.output_tokens) and place.can_hold(request):
+            best = place
+    return best
 
 
 def _as_cut(
@@ -249,7 +271,7 @@ def _as_cut(
 ) -> tuple[int, ...]:
     """The prompts as the engine cuts them for `truncate_prompt_tokens`; 0 is charged as no cut.
 
-    -1 stands for `context_left`, where None is no cut.
+    -1 stands for `context_left`, what the engine's context leaves beside the output limit; there None is no cut.
     """
     cut = request.truncate_prompt_tokens
     most = context_left if cut is not None and cut < 0 else cut
@@ -272,10 +294,8 @@ def _first_unclamped(request: GenerationRequest, places: Sequence[_Place]) -> st
 
 
 def _demand(request: GenerationRequest, place: _Place) -> Demand:
-    total = sum(place.prompts)
-    unshared = demand_blocks(
-        place.prompts, request.sequences_per_prompt, place.output_tokens, place.shape, share_prompt_of_n=False
-    )
+    total, shape, sequences = sum(place.prompts), place.lane.blocks, request.sequences_per_prompt
+    unshared = demand_blocks(place.prompts, sequences, place.output_tokens, shape, share_prompt_of_n=False)
     return Demand(
         lane=place.pool.name,
         sequences=request.sequences,
@@ -283,7 +303,7 @@ def _demand(request: GenerationRequest, place: _Place) -> Demand:
         longest_prompt_tokens=max(place.prompts),
         output_tokens=place.output_tokens,
         blocks=place.blocks,
-        block_size=place.shape.block_size,
+        block_size=shape.block_size,
         unshared_blocks=unshared,
         prefill=prefill_share(total),
         cost=call_cost(unshared, total, place.output_tokens),
@@ -301,7 +321,7 @@ def _never_fits(
     fleet: FleetShape, request: GenerationRequest, prompt_tokens: Sequence[int], measured: Sequence[_Place]
 ) -> Refusal:
     if not measured:
-        most = max(_prompt_tokens_max(pool, _lane_shape(fleet, pool)) for pool in fleet.pools)
+        most = max(lane.prompt_tokens_max for lane in fleet.lane_shapes)
         prompt = f"The prompt has at least {max(prompt_tokens)} tokens (estimated)"
         message = f"{prompt}; `{fleet.model}` takes at most {most}."
         return Refusal(Code.CONTEXT_LENGTH_EXCEEDED, message, request.prompt_field, should_retry=False)

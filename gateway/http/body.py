@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
 from gateway.core.outcomes import Code, Refusal
+from gateway.steps import Begun
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -93,9 +94,9 @@ async def read_body(
     declared = _declared_bytes(scope["headers"], limit_bytes)
     if isinstance(declared, Refusal):
         return declared
+    collected = Begun(_collect(receive, limit_bytes, share))
     try:
-        async with asyncio.timeout(seconds):
-            body = await _collect(receive, limit_bytes, share)
+        body = await _in_time(collected, seconds) if collected.suspended else collected.result
     except TimeoutError:
         return Refusal(
             Code.BODY_TIMEOUT, f"the request body did not arrive within server.body_seconds ({seconds:g} s)"
@@ -103,6 +104,12 @@ async def read_body(
     if isinstance(body, bytes) and declared is not None and len(body) != declared:
         return _invalid(f"content-length is {declared}, but the body has {len(body)} bytes")
     return body
+
+
+async def _in_time(collected: Begun[bytes | Refusal], seconds: float) -> bytes | Refusal:
+    """A body that is here already needs no timer."""
+    async with asyncio.timeout(seconds):
+        return await collected.rest()
 
 
 async def _collect(receive: Receive, limit_bytes: int, share: BodyShare) -> bytes | Refusal:

@@ -1,12 +1,22 @@
-"""uvicorn's HTTP/1.1 with the error envelope for bytes that are no request, bounds for heads, and without upgrades."""
+"""uvicorn's HTTP/1.1 with the error envelope for bytes that are no request, bounds for heads, and without upgrades.
+
+Reading and starting a request, and writing its answer, are done again here for what they cost: one write for a head
+and the first of its body, no timer for each request.
+"""
 
 import asyncio
+import re
 import secrets
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any
+from urllib.parse import unquote
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from gateway.core.outcomes import Code, Refusal
+from gateway.deadline import Deadline
 from gateway.http.errors import answer_of
 
 HEAD_BYTES_MAX = 512 * 1024
@@ -14,6 +24,84 @@ HEAD_BYTES_MAX = 512 * 1024
 HEAD_SECONDS = 10.0
 """For a head to arrive, from the connection or its own first byte."""
 NOT_HTTP = Refusal(Code.INVALID_VALUE, "what arrived on this connection is not a valid HTTP/1.1 request")
+_TARGET_BYTES_MAX = 128
+"""Of the targets whose parts are remembered."""
+_NOT_IN_NAMES = re.compile(rb"[^!#$%&'*+.^_`|~0-9A-Za-z-]")
+_NOT_IN_VALUES = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
+_WITHOUT_BODY = frozenset({204, 304})
+
+
+class Cycle(RequestResponseCycle):
+    """One request and its answer.  The head goes out with the first of the body, so an application that begins an
+    answer sends some of it soon.
+    """
+
+    _head = b""
+    """Not written yet."""
+
+    async def send(self, message: Any) -> None:
+        """ASGI's; suspends while the client reads too slowly.  Does nothing once it has left."""
+        if self.flow.write_paused and not self.disconnected:
+            await self.flow.drain()
+        if self.disconnected:
+            return
+        if not self.response_started:
+            self._begin(message)
+        elif not self.response_complete:
+            self._write(message.get("body", b""), message.get("more_body", False))
+
+    def _begin(self, message: Any) -> None:
+        if message["type"] != "http.response.start":
+            raise RuntimeError(f"an answer begins with http.response.start, not {message['type']}")
+        self.response_started = True
+        self.waiting_for_100_continue = False
+        status, headers = message["status"], [*self.default_headers, *message["headers"]]
+        _check(headers)
+        for name, value in headers:
+            if name == b"content-length":
+                self.chunked_encoding, self.expected_content_length = False, int(value)
+            elif name == b"connection" and b"close" in value.lower():
+                self.keep_alive = False
+        lines = [b"%b: %b\r\n" % header for header in headers if header[0] != b"connection"]
+        if not self.keep_alive:
+            lines.append(b"connection: close\r\n")
+        if self.chunked_encoding is None and self.scope["method"] != "HEAD" and status not in _WITHOUT_BODY:
+            self.chunked_encoding = True
+            lines.append(b"transfer-encoding: chunked\r\n")
+        self._head = b"".join((STATUS_LINE[status], *lines, b"\r\n"))
+
+    def _write(self, body: bytes, more_body: bool) -> None:
+        head, self._head = self._head, b""
+        if self.scope["method"] == "HEAD":
+            self.expected_content_length, body = 0, b""
+        elif self.chunked_encoding:
+            body = b"%x\r\n%b\r\n" % (len(body), body) if body else b""
+            if not more_body:
+                body += b"0\r\n\r\n"
+        else:
+            self.expected_content_length -= len(body)
+            if self.expected_content_length < 0:
+                raise RuntimeError("the answer is longer than its content-length")
+        if head or body:
+            self.transport.write(head + body if head else body)
+        if not more_body:
+            self._complete()
+
+    def _complete(self) -> None:
+        if self.expected_content_length:
+            raise RuntimeError("the answer is shorter than its content-length")
+        self.response_complete = True
+        self.message_event.set()
+        if not self.keep_alive:
+            self.transport.close()
+        self.on_response()
+
+
+def _check(headers: Iterable[tuple[bytes, bytes]]) -> None:
+    """All names, and all values, in one search each."""
+    names, values = zip(*headers, strict=True)
+    if _NOT_IN_NAMES.search(b"".join(names)) or _NOT_IN_VALUES.search(b"".join(values)):
+        raise RuntimeError("an answer has a header that HTTP does not allow")
 
 
 class ProxyProtocol(HttpToolsProtocol):
@@ -23,20 +111,22 @@ class ProxyProtocol(HttpToolsProtocol):
     Java's client offers h2c with every call.  So such a request is read once more without the offer.
     """
 
-    _head_timer: asyncio.TimerHandle | None = None
-    """Set while a head is incomplete."""
+    _reads_head = False
+    """A head is expected, or incomplete."""
     _head_bytes = 0
+    _deadline: Deadline
+    """Of a head; between two requests that of the connection."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._deadline = Deadline(self.loop, self._on_late)
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._head_is_over()
+        self._deadline.close()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        self._unset_keepalive_if_required()
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
@@ -44,7 +134,7 @@ class ProxyProtocol(HttpToolsProtocol):
                 self._read_again(data[upgrade.args[0] :])
         except httptools.HttpParserError:
             self.send_400_response("")
-        if self._head_timer:
+        if self._reads_head:
             self._head_bytes += len(data)
             if self._head_bytes > HEAD_BYTES_MAX:
                 self.send_400_response("")
@@ -54,13 +144,47 @@ class ProxyProtocol(HttpToolsProtocol):
         self._expect_head()
 
     def on_headers_complete(self) -> None:
-        if not self._offers_upgrade():
-            self._head_is_over()
-            super().on_headers_complete()
+        if self._offers_upgrade():
+            return
+        self._head_is_over()
+        before, version = self.cycle, self.parser.get_http_version()
+        self.scope["method"] = self.parser.get_method().decode("ascii")
+        self.scope["http_version"] = version
+        known = _target if len(self.url) <= _TARGET_BYTES_MAX else _target.__wrapped__
+        self.scope["path"], self.scope["raw_path"], self.scope["query_string"] = known(self.url)
+        self.cycle = Cycle(
+            scope=self.scope,
+            transport=self.transport,
+            flow=self.flow,
+            logger=self.logger,
+            access_logger=self.access_logger,
+            access_log=False,
+            default_headers=self.server_state.default_headers,
+            message_event=asyncio.Event(),
+            expect_100_continue=self.expect_100_continue,
+            keep_alive=version != "1.0" and self.parser.should_keep_alive(),
+            on_response=self.on_response_complete,
+        )
+        if _is_due(before):
+            self.flow.pause_reading()
+            self.pipeline.appendleft((self.cycle, self.app))
+        else:
+            self._start_asgi_task(self.cycle, self.app)
 
     def on_message_complete(self) -> None:
         if not self._offers_upgrade():
             super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """The next request of the connection may begin, or it waits for one for `timeout_keep_alive` seconds."""
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        if self.pipeline:
+            self._start_asgi_task(*self.pipeline.pop())
+        elif not self._reads_head:
+            self._deadline.set(self.timeout_keep_alive)
 
     def send_400_response(self, msg: str) -> None:
         """End the connection; bytes that follow a request whose answer has begun get no answer of their own.
@@ -73,19 +197,18 @@ class ProxyProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def _expect_head(self) -> None:
-        self._head_is_over()
+        self._reads_head = True
         self._head_bytes = 0
-        self._head_timer = self.loop.call_later(HEAD_SECONDS, self._on_late_head)
+        self._deadline.set(HEAD_SECONDS)
 
     def _head_is_over(self) -> None:
-        if self._head_timer:
-            self._head_timer.cancel()
-            self._head_timer = None
+        self._reads_head = False
+        self._deadline.clear()
 
-    def _on_late_head(self) -> None:
+    def _on_late(self) -> None:
         """The answer before it may take as long as it wants."""
-        if _is_due(self.cycle):
-            self._expect_head()
+        if self._reads_head and _is_due(self.cycle):
+            self._deadline.set(HEAD_SECONDS)
         else:
             self.transport.close()
 
@@ -100,6 +223,15 @@ class ProxyProtocol(HttpToolsProtocol):
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
         self.data_received(b"\r\n".join((*lines, b"", rest)))
+
+
+@lru_cache(maxsize=256)
+def _target(url: bytes) -> tuple[str, bytes, bytes]:
+    """Path, raw path and query."""
+    parts = httptools.parse_url(url)
+    raw_path: bytes = parts.path
+    path = raw_path.decode("ascii")
+    return unquote(path) if "%" in path else path, raw_path, parts.query or b""
 
 
 def _is_due(answer: RequestResponseCycle | None) -> bool:

@@ -10,7 +10,7 @@ import logging
 import random
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -35,6 +35,7 @@ from gateway.http.body import (
 )
 from gateway.http.errors import Answer, Send, answer_of, error_event, safe_request_id, send_answer
 from gateway.http.relay import AnswerCutOff, AnswerRelay
+from gateway.steps import Begun
 
 log = logging.getLogger("kvgate.proxy")
 
@@ -98,13 +99,16 @@ class Calls:
             counts[call.fleet.name] = counts.get(call.fleet.name, 0) + 1
         return counts
 
-    async def read(self, body: Awaitable[bytes | Refusal]) -> bytes | Refusal:
+    async def read(self, reading: Coroutine[Any, Any, bytes | Refusal]) -> bytes | Refusal:
         """The body, unless a drain comes first: nothing is held for such a call yet."""
+        body = Begun(reading)
+        if not body.suspended:
+            return body.result
         task = asyncio.current_task()
         assert task is not None
         self._reading[task] = None
         try:
-            return await body
+            return await body.rest()
         except asyncio.CancelledError:
             if not self.draining:
                 raise
@@ -112,6 +116,7 @@ class Calls:
             return DRAINING
         finally:
             self._reading.pop(task, None)
+            body.close()
 
     def drain(self) -> None:
         """No new calls; those that arrive or wait are answered 503, those that run go on."""
@@ -288,7 +293,7 @@ class Proxy:
         """Run the flow, with an eye on the client; count the call whatever happens."""
         client = _HttpClient(self, visit)
         self._calls.add(call)
-        watcher = asyncio.create_task(_watch(receive, call))
+        watch = _Watch(receive, call)
         try:
             await self._flow.serve(call, client)
         except AnswerCutOff:
@@ -297,7 +302,7 @@ class Proxy:
             log.exception("internal error", extra={"request_id": call.request_id})
             await self._apologise(call, client)
         finally:
-            watcher.cancel()
+            watch.close()
             self._calls.discard(call)
             client.report_gaps()
             self._report(visit, call)
@@ -440,9 +445,34 @@ async def _last_write(write: Awaitable[None]) -> None:
             await write
 
 
-async def _watch(receive: Receive, call: Call) -> None:
-    """Between the request's last byte and the answer's end the only thing that can arrive is the client's leaving."""
-    while (await receive())["type"] != "http.disconnect":
-        continue
-    if call.phase is not Phase.SETTLED:
-        call.interrupt(Event.LEFT)
+class _Watch:
+    """Ends the call when its client leaves.  Without a task: between the request's last byte and the answer's end the
+    only thing that can arrive is the client's leaving.
+    """
+
+    def __init__(self, receive: Receive, call: Call) -> None:
+        self._call = call
+        self._closed = False
+        self._listening = self._listen(receive)
+        self._step()
+
+    def close(self) -> None:
+        self._closed = True
+        self._listening.close()
+
+    async def _listen(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            continue
+        if self._call.phase is not Phase.SETTLED:
+            self._call.interrupt(Event.LEFT)
+
+    def _step(self, _: object = None) -> None:
+        """Run until it waits for a future, and go on when that is done."""
+        if self._closed:
+            return
+        with contextlib.suppress(StopIteration):
+            waits_for = self._listening.send(None)
+            if waits_for is None:  # for the loop's next turn
+                asyncio.get_running_loop().call_soon(self._step)
+            else:
+                waits_for.add_done_callback(self._step)

@@ -80,6 +80,11 @@ class Ledger(Protocol):
         """The store answers and its gate is open, or this process admits within a share of its own."""
         ...
 
+    @property
+    def refused_lately(self) -> bool:
+        """Whether `known_refusal` may know any."""
+        ...
+
     def known_refusal(self, lanes: Sequence[str], class_: str) -> Refusal | None:
         """A refusal that the store gave for every one of these lanes a moment ago."""
         ...

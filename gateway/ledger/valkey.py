@@ -128,12 +128,19 @@ class ValkeyLedger:
             if id_ not in self._asks:
                 return id_
 
+    @property
+    def refused_lately(self) -> bool:
+        return bool(self._known)
+
     def known_refusal(self, lanes: Sequence[str], class_: str) -> Refusal | None:
         now = self.now()
         found: list[_Known] = []
         for lane in lanes:
             known = self._known.get((lane, class_))
-            if known is None or now - known.at > CACHE_SECONDS:
+            if known is None:
+                return None
+            if now - known.at > CACHE_SECONDS:
+                del self._known[lane, class_]
                 return None
             found.append(known)
         if not found or now - found[0].probed_at >= PROBE_SECONDS:

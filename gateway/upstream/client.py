@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+from gateway.deadline import Deadline
 from gateway.upstream.api import Receiver, Upstream, UpstreamFailed, UpstreamRequest
 from gateway.upstream.exchange import Exchange
 from gateway.upstream.limits import IDLE_CONNECTIONS_MAX, KEEPALIVE_SECONDS, UpstreamLimits
@@ -42,7 +43,7 @@ class EngineConnection(asyncio.Protocol):
         """The kept connections to the same engine."""
         self._transport: asyncio.Transport | None = None
         self._exchange: Exchange | None = None
-        self._keeping: asyncio.TimerHandle | None = None
+        self._deadline = Deadline(asyncio.get_running_loop(), self._on_late)
         self.stale = False
         """The last request met a connection that the engine was, most likely, already closing."""
 
@@ -55,7 +56,7 @@ class EngineConnection(asyncio.Protocol):
     ) -> None:
         """Send, and pass the answer on.  The connection is kept when it is fit for another call, else closed."""
         assert self._transport is not None
-        exchange = self._exchange = Exchange(self._transport, receiver, limits)
+        exchange = self._exchange = Exchange(self._transport, receiver, limits, self._deadline)
         sent_at = time.monotonic()
         try:
             if len(request.body) <= _ONE_WRITE_BYTES_MAX:
@@ -73,15 +74,9 @@ class EngineConnection(asyncio.Protocol):
             else:
                 self.abort()
 
-    def take(self) -> None:
-        """Out of the kept ones, for a call."""
-        if self._keeping is not None:
-            self._keeping.cancel()
-            self._keeping = None
-
     def abort(self) -> None:
         """Close at once; what is still unsent is dropped, and so is the engine's work."""
-        self.take()
+        self._deadline.close()
         if self._transport is not None:
             self._transport.abort()
 
@@ -108,7 +103,13 @@ class EngineConnection(asyncio.Protocol):
 
     def _keep(self) -> None:
         self._idle[self] = None
-        self._keeping = asyncio.get_running_loop().call_later(KEEPALIVE_SECONDS, self._drop)
+        self._deadline.set(KEEPALIVE_SECONDS)
+
+    def _on_late(self) -> None:
+        if self._exchange is not None:
+            self._exchange.late()
+        else:
+            self._drop()
 
     def _drop(self) -> None:
         self._idle.pop(self, None)
@@ -167,7 +168,6 @@ class EngineClient(Upstream):
         idle = self._idle.setdefault(origin, {})
         while idle:
             connection, _ = idle.popitem()
-            connection.take()
             if connection.usable:
                 return connection
         return None

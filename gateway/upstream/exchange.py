@@ -6,14 +6,15 @@ then the engine's socket is not read and the call's task waits for the rest of i
 """
 
 import asyncio
-import types
 import zlib
-from collections.abc import Coroutine, Generator
+from collections.abc import Coroutine
 from typing import Any
 
 import httptools
 
 from gateway.core.headers import answer_headers
+from gateway.deadline import Deadline
+from gateway.steps import Begun
 from gateway.upstream.api import Receiver, UpstreamFailed
 from gateway.upstream.limits import HEAD_BYTES_MAX, HEADER_BYTES_MAX, HEADERS_MAX, UpstreamLimits
 
@@ -25,9 +26,6 @@ _GZIP = 31  # zlib's wbits for the gzip format
 _CODINGS = {b"": None, b"identity": None, b"gzip": _GZIP, b"x-gzip": _GZIP, b"deflate": zlib.MAX_WBITS}
 """Content codings and zlib's name for them; engines are asked for identity."""
 
-Suspended = tuple[Coroutine[Any, None, None], Any]
-"""A coroutine that was begun outside of a task, and the future that it waits for."""
-
 
 class Exchange:
     """Reads one answer.  `feed`, `eof` and `lost` are the socket's side, `finish` the task's.
@@ -35,7 +33,10 @@ class Exchange:
     The methods that begin with `on_` are httptools' interface.
     """
 
-    def __init__(self, transport: asyncio.Transport, receiver: Receiver, limits: UpstreamLimits) -> None:
+    def __init__(
+        self, transport: asyncio.Transport, receiver: Receiver, limits: UpstreamLimits, deadline: Deadline
+    ) -> None:
+        """`deadline` is the connection's; when it passes it calls `late`."""
         self._loop = asyncio.get_running_loop()
         self._transport = transport
         self._receiver = receiver
@@ -60,12 +61,12 @@ class Exchange:
         self._ended = False
         self._failure: UpstreamFailed | None = None
         self._error: BaseException | None = None
-        self._suspended: Suspended | None = None
+        self._suspended: Begun[None] | None = None
         self._woken: asyncio.Future[None] = self._loop.create_future()
         self._idle_counts = False
-        self._late = f"no answer within {limits.headers_seconds:g} s"
-        self._due = self._loop.time() + limits.headers_seconds
-        self._timer = self._loop.call_at(self._due, self._on_timer)
+        self._limit = f"no answer within {limits.headers_seconds:g} s"
+        self._deadline = deadline
+        deadline.set(limits.headers_seconds)
 
     @property
     def reusable(self) -> bool:
@@ -88,7 +89,7 @@ class Exchange:
             while True:
                 await self._woken
                 if self._suspended is not None:
-                    await self._resume(*self._suspended)
+                    await self._resume(self._suspended)
                 if self._error is not None:
                     raise self._error
                 if self._failure is not None:
@@ -100,9 +101,9 @@ class Exchange:
                 self._woken = self._loop.create_future()
         finally:
             del self._parser  # it holds this object: the two would stay until the collector comes round
-            self._timer.cancel()
+            self._deadline.clear()
             if self._suspended is not None:
-                self._suspended[0].close()
+                self._suspended.close()
 
     # -- the socket's side ---------------------------------------------------------------------------------------
 
@@ -183,7 +184,8 @@ class Exchange:
         self._coding_bits = _CODINGS[coding]
         self._decoder = None if self._coding_bits is None else zlib.decompressobj(self._coding_bits)
         if self._streams:
-            self._limit(limits.first_event_seconds, f"no first event within {limits.first_event_seconds:g} s")
+            self._limit = f"no first event within {limits.first_event_seconds:g} s"
+            self._deadline.set(limits.first_event_seconds)
 
     # -- passing on ----------------------------------------------------------------------------------------------
 
@@ -204,21 +206,23 @@ class Exchange:
     def _begin(self, delivery: Coroutine[Any, None, None]) -> None:
         """Run the delivery as far as it goes without waiting."""
         try:
-            waits_for = delivery.send(None)
-        except StopIteration:
-            self._note_progress()
+            begun = Begun(delivery)
         except BaseException as error:
             self._error = error
             self._wake()
-        else:
-            self._suspended = (delivery, waits_for)
-            if not self._transport.is_closing():
-                self._transport.pause_reading()
-            self._wake()
+            return
+        if not begun.suspended:
+            self._note_progress()
+            return
+        self._suspended = begun
+        self._deadline.clear()
+        if not self._transport.is_closing():
+            self._transport.pause_reading()
+        self._wake()
 
-    async def _resume(self, delivery: Coroutine[Any, None, None], waits_for: Any) -> None:
+    async def _resume(self, delivery: Begun[None]) -> None:
         """Finish in the task what was begun outside; meanwhile no limit runs, the receiver bounds its own waits."""
-        await _rest(delivery, waits_for)
+        await delivery.rest()
         self._suspended = None
         self._note_progress()
         if not self._transport.is_closing():
@@ -267,42 +271,16 @@ class Exchange:
 
     def _note_progress(self) -> None:
         """Between the pieces of a body the idle limit counts; before a stream's first data event another one does."""
-        if self._idle_counts:
-            self._due = self._loop.time() + self._limits.idle_seconds
-        elif self._head_passed and (not self._streams or self._receiver.started):
+        if not self._idle_counts and self._head_passed and (not self._streams or self._receiver.started):
             self._idle_counts = True
-            self._limit(self._limits.idle_seconds, f"nothing for {self._limits.idle_seconds:g} s")
+            self._limit = f"nothing for {self._limits.idle_seconds:g} s"
+        if self._idle_counts:
+            self._deadline.set(self._limits.idle_seconds)
+        elif not self._deadline.is_set:
+            self._deadline.set(self._limits.first_event_seconds)
 
-    def _limit(self, seconds: float, late: str) -> None:
-        self._due, self._late = self._loop.time() + seconds, late
-        self._timer.cancel()
-        self._timer = self._loop.call_at(self._due, self._on_timer)
-
-    def _on_timer(self) -> None:
-        """One timer for the whole answer: progress only moves `_due`, and the timer finds out when it gets there."""
-        now = self._loop.time()
-        if self._ended:
-            return
-        if self._suspended is not None:
-            self._timer = self._loop.call_at(now + self._limits.idle_seconds, self._on_timer)
-        elif now < self._due:
-            self._timer = self._loop.call_at(self._due, self._on_timer)
-        else:
-            self._fail(self._late, timed_out=True)
+    def late(self) -> None:
+        """The limit that counts now has passed."""
+        if not self._ended:
+            self._fail(self._limit, timed_out=True)
             self._wake()
-
-
-@types.coroutine
-def _rest(coroutine: Coroutine[Any, None, None], waits_for: Any) -> Generator[Any, None, None]:
-    """Go on, as part of the awaiting task, with a coroutine that waits for a future."""
-    while True:
-        try:
-            yield waits_for
-        except BaseException as error:
-            step, argument = coroutine.throw, error
-        else:
-            step, argument = coroutine.send, None  # type: ignore[assignment]
-        try:
-            waits_for = step(argument)
-        except StopIteration:
-            return

@@ -1,0 +1,58 @@
+"""A time limit that is moved with every request and hardly ever met."""
+
+import asyncio
+import math
+from collections.abc import Callable
+
+
+class Deadline:
+    """Moving it later costs an assignment: a timer that comes too early finds out and waits for the rest.
+
+    A timer of its own for each request would cost more than reading the request.  Whoever made it closes it.
+    """
+
+    __slots__ = ("_due", "_loop", "_passed", "_timer", "_timer_at")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, passed: Callable[[], None]) -> None:
+        """`passed` is called once when a time that was set is over; it may set another one."""
+        self._loop = loop
+        self._passed = passed
+        self._due = math.inf
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = math.inf
+
+    @property
+    def is_set(self) -> bool:
+        return self._due < math.inf
+
+    def set(self, seconds: float) -> None:
+        """From now on; in place of the one before."""
+        self._due = self._loop.time() + seconds
+        if self._due < self._timer_at:
+            self._start_timer()
+
+    def clear(self) -> None:
+        self._due = math.inf
+
+    def close(self) -> None:
+        """For good, as far as whoever made it is concerned."""
+        self._due = self._timer_at = math.inf
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _start_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_at = self._due
+        self._timer = self._loop.call_at(self._due, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer, self._timer_at = None, math.inf
+        if self._due == math.inf:
+            return
+        if self._loop.time() < self._due:
+            self._start_timer()
+            return
+        self._due = math.inf
+        self._passed()
