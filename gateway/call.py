@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
 from gateway.core import lifecycle
 from gateway.core.estimate import Demand
 from gateway.core.lifecycle import Event, Phase, Step
@@ -23,8 +25,7 @@ class Fleet:
     ledger: Ledger
 
 
-@dataclass(frozen=True, slots=True)
-class Terms:
+class Terms(msgspec.Struct, frozen=True):
     """What a caller's key and class allow."""
 
     key: str

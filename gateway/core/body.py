@@ -5,7 +5,6 @@ Values stay raw until something asks for them: fields that nobody reads cost one
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -45,8 +44,7 @@ class Refused(Exception):
         self.refusal = Refusal(code, message, param)
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(msgspec.Struct, frozen=True):
     """One member of an object: its value is `body[start:end]`."""
 
     body: bytes

@@ -1,8 +1,9 @@
 """How many tokens a prompt may be, from cheap bounds to a count, and what a call asks of a fleet."""
 
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
+
+import msgspec
 
 from gateway.core.prompt import Prompt, PromptTokens
 from gateway.core.request import GenerationRequest
@@ -16,8 +17,7 @@ OUTPUT_TOKENS_PER_SECOND = 40
 """Speeds that the cost of a call assumes until they are learned."""
 
 
-@dataclass(frozen=True, slots=True)
-class Demand:
+class Demand(msgspec.Struct, frozen=True):
     """What one call needs of a replica."""
 
     lane: str

@@ -1,14 +1,14 @@
 """Frozen facts that rooms report to an observer.  Telemetry listens; nothing else looks back up."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from gateway.core.outcomes import Code, Outcome
 
 
-@dataclass(frozen=True, slots=True)
-class CallEnded:
+class CallEnded(msgspec.Struct, frozen=True):
     """One call, once, however it ended."""
 
     request_id: str
@@ -35,8 +35,7 @@ class CallEnded:
     duration_ms: float
 
 
-@dataclass(frozen=True, slots=True)
-class FirstToken:
+class FirstToken(msgspec.Struct, frozen=True):
     fleet: str
     pool: str
     class_: str
@@ -44,8 +43,7 @@ class FirstToken:
     """From the request's last body byte to its first data event, queueing included."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenGaps:
+class TokenGaps(msgspec.Struct, frozen=True):
     """Times between data events of one stream; several at once, because a fact for each would cost as much as passing
     the token on."""
 
@@ -55,32 +53,27 @@ class TokenGaps:
     gaps_ms: Sequence[float]
 
 
-@dataclass(frozen=True, slots=True)
-class StoreAnswered:
+class StoreAnswered(msgspec.Struct, frozen=True):
     milliseconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class StoreUp:
+class StoreUp(msgspec.Struct, frozen=True):
     up: bool
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseLost:
+class LeaseLost(msgspec.Struct, frozen=True):
     """This process was fenced: it slept or was cut off past its lease."""
 
     fleet: str
 
 
-@dataclass(frozen=True, slots=True)
-class AdmittedByShare:
+class AdmittedByShare(msgspec.Struct, frozen=True):
     """A call got its place from this process alone: the store is away, and `store.on_outage` is `share`."""
 
     fleet: str
 
 
-@dataclass(frozen=True, slots=True)
-class Healed:
+class Healed(msgspec.Struct, frozen=True):
     """A difference between this process's reservations and the store's list, found by the digest and mended."""
 
     fleet: str

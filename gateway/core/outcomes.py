@@ -3,8 +3,9 @@
 A refusal is a value, not an exception: `core` and the rooms return it, `http` turns it into an answer.
 """
 
-from dataclasses import dataclass
 from enum import StrEnum
+
+import msgspec
 
 
 class Code(StrEnum):
@@ -91,8 +92,7 @@ class Outcome(StrEnum):
     FAILED = "failed"
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
+class Refusal(msgspec.Struct, frozen=True):
     """Why a call is not served, in words a client can act on."""
 
     code: Code

@@ -42,8 +42,7 @@ _TEMPLATE_FIELDS = ("documents", "chat_template", "chat_template_kwargs")
 """Fields of vLLM's chat API, beside messages and tools, that reach the prompt through the chat template."""
 
 
-@dataclass(frozen=True, slots=True)
-class PromptText:
+class PromptText(msgspec.Struct, frozen=True):
     """One prompt to be counted: the tokens of `texts` plus `fixed_tokens`."""
 
     texts: tuple[str, ...]
@@ -52,8 +51,7 @@ class PromptText:
     """Of the texts together: a byte-level tokenizer never makes more tokens than this."""
 
 
-@dataclass(frozen=True, slots=True)
-class PromptTokens:
+class PromptTokens(msgspec.Struct, frozen=True):
     """One prompt given as token ids, known exactly."""
 
     tokens: int

@@ -1,7 +1,8 @@
 """The few fields of a request that matter, and the two changes that are made to it on its way upstream."""
 
-from dataclasses import dataclass
 from enum import StrEnum
+
+import msgspec
 
 from gateway.core.body import (
     Edit,
@@ -40,8 +41,7 @@ LIMIT_FIELDS = {
 """Where vLLM reads the output limit, the winner first.  On completions it ignores `max_completion_tokens`."""
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationRequest:
+class GenerationRequest(msgspec.Struct, frozen=True):
     endpoint: Endpoint
     body: bytes
     """As the client sent it."""

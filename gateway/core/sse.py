@@ -8,7 +8,6 @@ changes no byte of what it passes on.
 import json
 import re
 from contextlib import suppress
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -36,8 +35,7 @@ class Failure(StrEnum):
     NOT_JSON = "the answer is not a JSON object"
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(msgspec.Struct, frozen=True):
     """Tokens as the engine counted them."""
 
     prompt_tokens: int
@@ -45,8 +43,7 @@ class Usage:
     """None where the kind of call produces no output tokens."""
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerFacts:
+class AnswerFacts(msgspec.Struct, frozen=True):
     """What the JSON body of a 200 says."""
 
     usage: Usage | None

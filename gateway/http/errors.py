@@ -4,8 +4,9 @@ import json
 import math
 import re
 from collections.abc import Awaitable, Callable, MutableMapping
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from gateway.core.outcomes import FLEET_OVERLOAD, STATUS, Code, Refusal
 
@@ -20,8 +21,7 @@ MESSAGE_LENGTH_MAX = 1_000
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(msgspec.Struct, frozen=True):
     """A complete answer but for what belongs to one exchange: request id and connection."""
 
     status: int

@@ -144,6 +144,8 @@ class _Visit:
     """One HTTP request until its call is known; afterwards the call carries the story."""
 
     request_id: str
+    own_id: str
+    """The engine gets this one, so that two clients with one id never collide."""
     incoming: Incoming
     send: Send
     began: float
@@ -184,8 +186,9 @@ class Proxy:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
-        request_id = safe_request_id(headers.get(b"x-request-id"), secrets.token_hex(16))
-        visit = _Visit(request_id, Incoming(receive), send, time.monotonic(), self._bodies.share())
+        own_id = secrets.token_hex(16)
+        request_id = safe_request_id(headers.get(b"x-request-id"), own_id)
+        visit = _Visit(request_id, own_id, Incoming(receive), send, time.monotonic(), self._bodies.share())
         try:
             await self._visit(visit, scope, headers)
         except ClientLeft:
@@ -242,8 +245,7 @@ class Proxy:
             return fleet
         task = asyncio.current_task()
         assert task is not None
-        upstream_id = f"kvg-{secrets.token_hex(16)}"
-        passed = request_headers(scope["headers"], upstream_id, self._settings.upstream_api_key)
+        passed = request_headers(scope["headers"], f"kvg-{visit.own_id}", self._settings.upstream_api_key)
         terms = self._terms_of(visit.key)
         return Call(visit.request_id, request, passed, fleet, terms, visit.began, task)
 

@@ -1,14 +1,14 @@
 """The shared books of one fleet as the request path sees them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
+
+import msgspec
 
 from gateway.core.outcomes import Refusal
 
 
-@dataclass(frozen=True, slots=True)
-class Admission:
+class Admission(msgspec.Struct, frozen=True):
     """One call's demand and policy, in the units of the ledger (blocks, tokens, milliseconds)."""
 
     key: str
@@ -33,8 +33,7 @@ class Admission:
     """Memory that the call keeps while the store is away."""
 
 
-@dataclass(frozen=True, slots=True)
-class Grant:
+class Grant(msgspec.Struct, frozen=True):
     replica: str
     queue_ms: int
     """Milliseconds between asking and being granted."""

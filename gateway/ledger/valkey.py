@@ -124,7 +124,7 @@ class ValkeyLedger:
 
     def _new_id(self) -> str:
         while True:
-            id_ = f"{secrets.randbits(ID_BITS):010x}"
+            id_ = secrets.token_hex(ID_BITS // 8)
             if id_ not in self._asks:
                 return id_
 

@@ -1,16 +1,16 @@
 """How the request path talks to an engine: one exchange, bytes in callbacks, failures as one exception."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from gateway.core.route import FleetShape
 
 Headers = Sequence[tuple[bytes, bytes]]
 
 
-@dataclass(frozen=True, slots=True)
-class UpstreamRequest:
+class UpstreamRequest(msgspec.Struct, frozen=True):
     url: str
     """Base URL of the replica, no trailing slash."""
     path: str

@@ -6,9 +6,9 @@ import gzip
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from gateway.core.headers import answer_headers, request_headers
 from gateway.upstream.api import Headers, UpstreamFailed, UpstreamRequest
