@@ -2,14 +2,16 @@
 
 import asyncio
 import contextlib
+import logging
 import socket
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, cast
 
 import pytest
 import uvicorn
+from uvicorn.protocols.http.flow_control import FlowControl
 
-from gateway.http.protocol import ProxyProtocol
+from gateway.http.protocol import Cycle, ProxyProtocol
 from tests.wire import Wire
 
 HEAD_SECONDS = 0.05
@@ -33,8 +35,20 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
 @pytest.fixture
 async def url(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[str]:
     monkeypatch.setattr("gateway.http.protocol.HEAD_SECONDS", HEAD_SECONDS)
+    async with serving() as url:
+        yield url
+
+
+@pytest.fixture
+async def short_keep_alive() -> AsyncIterator[str]:
+    async with serving(timeout_keep_alive=1) as url:
+        yield url
+
+
+@contextlib.asynccontextmanager
+async def serving(**options: Any) -> AsyncIterator[str]:
     config = uvicorn.Config(
-        app, http=ProxyProtocol, ws="none", lifespan="off", log_config=None, access_log=False
+        app, http=ProxyProtocol, ws="none", lifespan="off", log_config=None, access_log=False, **options
     )
     server = uvicorn.Server(config)
     server.capture_signals = contextlib.nullcontext
@@ -141,4 +155,124 @@ async def test_an_endless_head_is_refused(url: str, monkeypatch: pytest.MonkeyPa
     assert (await wire.answer()).status == 200
     answer = await wire.ask(request("/", b"", f"x-long: {'x' * 1000}")[:-4])
     assert (answer.status, answer.code) == (400, "invalid_value")
+    wire.close()
+
+
+# -- the answer ----------------------------------------------------------------------------------------------------
+
+
+class Pipe:
+    """A transport that notes each write."""
+
+    def __init__(self) -> None:
+        self.writes: list[bytes] = []
+        self.closed = False
+
+    def write(self, data: bytes) -> None:
+        self.writes.append(bytes(data))
+
+    def close(self) -> None:
+        self.closed = True
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def pause_reading(self) -> None: ...
+    def resume_reading(self) -> None: ...
+
+
+def cycle(pipe: Pipe, method: str = "POST", keep_alive: bool = True) -> Cycle:
+    flow = FlowControl(cast(asyncio.Transport, pipe))
+    log = logging.getLogger("test")
+    return Cycle(
+        scope=cast(Any, {"type": "http", "method": method}),
+        transport=cast(asyncio.Transport, pipe),
+        flow=flow,
+        logger=log,
+        access_logger=log,
+        access_log=False,
+        default_headers=[(b"date", b"now")],
+        message_event=asyncio.Event(),
+        expect_100_continue=False,
+        keep_alive=keep_alive,
+        on_response=lambda: None,
+    )
+
+
+async def answered(
+    answer: Cycle, *pieces: bytes, headers: Sequence[tuple[bytes, bytes]] = (), status: int = 200
+) -> None:
+    await answer.send({"type": "http.response.start", "status": status, "headers": list(headers)})
+    for number, piece in enumerate(pieces, 1):
+        await answer.send({"type": "http.response.body", "body": piece, "more_body": number < len(pieces)})
+
+
+async def test_the_head_leaves_with_the_first_of_the_body() -> None:
+    pipe = Pipe()
+    await answered(cycle(pipe), b"one", b"two", b"", headers=[(b"a", b"b")])
+    assert pipe.writes == [
+        b"HTTP/1.1 200 OK\r\ndate: now\r\na: b\r\ntransfer-encoding: chunked\r\n\r\n3\r\none\r\n",
+        b"3\r\ntwo\r\n",
+        b"0\r\n\r\n",
+    ]
+    assert not pipe.closed
+
+
+async def test_a_body_with_a_length_is_one_write() -> None:
+    pipe = Pipe()
+    await answered(cycle(pipe), b"whole", headers=[(b"content-length", b"5")])
+    assert pipe.writes == [b"HTTP/1.1 200 OK\r\ndate: now\r\ncontent-length: 5\r\n\r\nwhole"]
+
+
+@pytest.mark.parametrize(
+    ("headers", "keep_alive"),
+    [([(b"connection", b"close")], True), ([], False), ([(b"connection", b"Close")], True)],
+)
+async def test_a_connection_that_ends_says_so_once_and_is_closed(
+    headers: list[tuple[bytes, bytes]], keep_alive: bool
+) -> None:
+    pipe = Pipe()
+    await answered(cycle(pipe, keep_alive=keep_alive), b"", headers=[*headers, (b"content-length", b"0")])
+    assert pipe.writes[0].count(b"connection: close\r\n") == 1
+    assert pipe.closed
+
+
+@pytest.mark.parametrize(("method", "status"), [("HEAD", 200), ("POST", 204), ("POST", 304)])
+async def test_an_answer_without_a_body_has_none(method: str, status: int) -> None:
+    pipe = Pipe()
+    body = b"not sent" if method == "HEAD" else b""
+    await answered(cycle(pipe, method), body, status=status)
+    (written,) = pipe.writes
+    assert written.endswith(b"\r\n\r\n")
+    assert b"transfer-encoding" not in written
+
+
+@pytest.mark.parametrize("pieces", [(b"longer",), (b"sho",)])
+async def test_a_body_of_another_length_than_told_is_an_error(pieces: tuple[bytes, ...]) -> None:
+    with pytest.raises(RuntimeError, match="than its content-length"):
+        await answered(cycle(Pipe()), *pieces, headers=[(b"content-length", b"5")])
+
+
+@pytest.mark.parametrize("header", [(b"a", b"b\r\nc: d"), (b"a\n", b"b"), (b"a b", b"c"), (b"a", b"\0")])
+async def test_a_header_that_would_start_another_line_is_an_error(header: tuple[bytes, bytes]) -> None:
+    pipe = Pipe()
+    with pytest.raises(RuntimeError, match="header"):
+        await answered(cycle(pipe), b"", headers=[header])
+    assert pipe.writes == []
+
+
+async def test_nothing_is_written_for_a_client_that_has_left() -> None:
+    pipe = Pipe()
+    answer = cycle(pipe)
+    answer.disconnected = True
+    await answered(answer, b"one")
+    assert pipe.writes == []
+
+
+async def test_a_connection_that_waits_for_a_next_request_is_closed_in_time(short_keep_alive: str) -> None:
+    wire = await Wire.open(short_keep_alive)
+    for _ in range(3):
+        assert (await wire.ask(request("/", b"1"))).status == 200
+    async with asyncio.timeout(5):
+        assert await wire._reader.read() == b""
     wire.close()
