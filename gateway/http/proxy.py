@@ -49,6 +49,7 @@ LINGER_SECONDS = 2.0
 LINGER_BYTES_MAX = 16 * 1024 * 1024
 """What a client may still send of a body that is refused, before its connection is closed."""
 STALL_CHECK_SECONDS = 1.0
+NO_REQUESTS = Refusal(Code.QUOTA_EXCEEDED, "the key would hold 1, its limits.requests_max is 0")
 DRAINING = Refusal(Code.DRAINING, "this gateway is shutting down", retry_ms=1000)
 
 
@@ -235,6 +236,8 @@ class Proxy:
 
     async def _open_call(self, visit: _Visit, scope: Scope, body: bytes) -> Call | Refusal:
         assert visit.key is not None
+        if visit.key.requests_max == 0:
+            return NO_REQUESTS
         request = await _parse(Endpoint(scope["path"]), body, self._settings.n_max)
         if isinstance(request, Refusal):
             return request

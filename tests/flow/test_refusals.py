@@ -12,6 +12,7 @@ import pytest
 from gateway.core.events import CallEnded
 from gateway.core.outcomes import Code, Outcome, Refusal
 from gateway.core.request import GenerationRequest, parse
+from gateway.http.auth import Key
 from gateway.ledger.api import Reservation
 from gateway.tokens.api import Counted
 from tests.flow.driver import Visitor
@@ -56,6 +57,18 @@ async def test_a_hopeless_call_is_refused_on_its_bytes(store_url: str) -> None:
         assert visitor.header("x-should-retry") == "false"
         assert visitor.header("retry-after") is None
         assert world.only_end().outcome is Outcome.REFUSED
+        await world.quiet()
+
+
+async def test_a_key_without_any_request_is_refused_before_its_body_is_read_as_json(store_url: str) -> None:
+    key = Key(name="blocked", class_="normal", requests_max=0)
+    async with gateway(store_url, {"a": NOWHERE}, counter=Uncalled(), key=key) as world:
+        for body in (chat(), b"no json"):
+            visitor = await world.visit(body)
+            assert (visitor.status, visitor.json["error"]["code"]) == (429, "quota_exceeded")
+            assert "limits.requests_max is 0" in visitor.json["error"]["message"]
+            assert visitor.header("retry-after") == "1"
+        assert {end.reason for end in world.ended} == {Code.QUOTA_EXCEEDED}
         await world.quiet()
 
 
