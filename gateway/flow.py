@@ -23,6 +23,7 @@ from gateway.core.request import forward
 from gateway.core.route import candidate_lanes, hopeless, route
 from gateway.ledger.api import Grant, Reservation
 from gateway.tokens.api import Counted, Counter
+from gateway.turns import Turns
 from gateway.upstream.api import Upstream, UpstreamFailed, UpstreamRequest
 
 COUNTED_AT_ONCE_BYTES_MAX = 1024
@@ -38,6 +39,7 @@ class Flow:
         self._counter = counter
         self._upstream = upstream
         self._prefill_times = PrefillTimes()
+        self._turns = Turns()
 
     async def serve(self, call: Call, client: Client) -> None:
         """Answer the call, whatever happens to it.  Returns when the last byte was written or nobody reads any more."""
@@ -52,6 +54,7 @@ class Flow:
 
     async def _serve(self, call: Call, client: Client) -> Refusal | Step | None:
         """None when the answer was passed on whole; else what the client is still owed."""
+        await self._turns.take()
         demand = await self._estimate(call)
         if isinstance(demand, Refusal):
             return demand

@@ -24,6 +24,8 @@ PAUSES_SECONDS = (0.0, 0.05, 0.1, 0.25)
 """Between attempts to reach the store; the last one repeats, so a returning store is noticed within 250 ms."""
 SLOW_SECONDS = 0.25
 """A batch unanswered for so long is the beginning of an outage: from then on few calls may wait for the store."""
+LOOK_SECONDS = 0.01
+"""For the sockets to be read before a batch is taken for unanswered."""
 GATE_SECONDS = 0.25
 """Between questions whether the gate is open."""
 PAGE_SIZE = 500
@@ -73,7 +75,9 @@ class Keeper:
         self._differs = False
         self._listed = 0
         """Calls of ours in the list that the store last gave."""
-        self._sent_at: float | None = None
+        self._late: asyncio.TimerHandle | None = None
+        self.slow = False
+        """The batch on its way should have been answered by now."""
         self._away_since: float | None = self._now()
         self._failures = 0
         self._batches = 0
@@ -91,10 +95,6 @@ class Keeper:
     def away_seconds(self) -> float | None:
         """How long the store has been away; None while it answers."""
         return None if self._away_since is None else self._now() - self._away_since
-
-    @property
-    def slow(self) -> bool:
-        return self._sent_at is not None and self._now() - self._sent_at > SLOW_SECONDS
 
     def wake(self) -> None:
         """There is something to send: while nothing else is on its way it goes now, a turn of the loop may be long."""
@@ -134,7 +134,7 @@ class Keeper:
                 self._differs = True
                 self._note_away(f"an internal error, {failure!r}", with_traceback=True)
             finally:
-                self._sent = self._sent_at = None
+                self._forget_sent()
                 self._connection.close()
             await asyncio.sleep(PAUSES_SECONDS[min(self._failures, len(PAUSES_SECONDS) - 1)])
             self._failures += 1
@@ -189,7 +189,7 @@ class Keeper:
             self._send()
         assert self._sent is not None
         reply = await self._sent
-        self._sent = self._sent_at = None
+        self._forget_sent()
         self._gate_open = self._gate_open and reply.status == "ok"
         self._note_up(session_kept=reply.status in ("ok", "epoch"))
         if reply.status == "ok":
@@ -200,8 +200,21 @@ class Keeper:
 
     def _send(self) -> None:
         self._resting = False
-        self._sent_at = self._now()
+        self._late = asyncio.get_running_loop().call_later(SLOW_SECONDS, self._look_again)
         self._sent = self._ledger.channel.send(self._connection, self._owner, self._heartbeat)
+
+    def _look_again(self) -> None:
+        """It may be this process that was busy: on uvloop timers go first, and the reply may lie there unread."""
+        self._late = asyncio.get_running_loop().call_later(LOOK_SECONDS, self._note_slow)
+
+    def _note_slow(self) -> None:
+        self.slow = True
+
+    def _forget_sent(self) -> None:
+        if self._late:
+            self._late.cancel()
+        self._sent = self._late = None
+        self.slow = False
 
     def _notice_policy(self, policy: int) -> None:
         if policy != self._policy:

@@ -6,9 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from gateway.core.order import BATCH_OPS
 from gateway.ledger.api import Grant
+from gateway.ledger.records import decode_record
 from tests.faults.proxy import store_proxy
 from tests.integration.ledger_world import HOLD, eventually, running_store, world
+from tests.integration.store_clients import OF_A_GATEWAY, counting
 
 
 @pytest.fixture(scope="module")
@@ -176,34 +179,91 @@ async def test_three_hundred_streams_end_at_once(path):
         await nothing_left(w, m)
 
 
-async def test_survivors_of_two_thousand_cancellations_hold_their_own(path):
-    """RD-03: 50 ms of latency, clients leave after 0 to 100 ms or never."""
+LATE_SECONDS = 0.05
+BURST = 2 * BATCH_OPS
+
+
+async def many(m, leaving, **changes):
+    """Two thousand calls, those of `leaving` with a client that leaves after 0 to 100 ms; the others' answers."""
+    chance = random.Random(4)
+    asks = [m.open(1 + i, key=f"k{i}", **changes) for i in range(2000)]
+    tasks = [asyncio.create_task(ask.granted()) for ask in asks]
+
+    async def leave_later(i, seconds):
+        await asyncio.sleep(seconds)
+        await leave(asks[i], tasks[i])
+
+    leaves = [asyncio.create_task(leave_later(i, chance.random() / 10)) for i in leaving]
+    staying = sorted(set(range(2000)) - set(leaving))
+    return leaves, [(i, asks[i], tasks[i]) for i in staying]
+
+
+async def burst(m):
+    """More than one batch of calls at once, after the storm: each gets its place."""
+    for ask in await asyncio.gather(*(m.reserve(10) for _ in range(BURST))):
+        ask.settle(None, None)
+
+
+def of_gateways(w):
+    """Connections to the store but for the test's own."""
+    w.store.ping()
+    return counting(w.path)
+
+
+@pytest.fixture
+def leaving():
     chance = random.Random(3)
-    async with world(path, 10_000_000) as w, store_proxy(path) as proxy:
+    return [i for i in range(2000) if chance.random() < 0.7]
+
+
+async def test_survivors_of_two_thousand_cancellations_hold_their_own(path, leaving):
+    """RD-03: 50 ms of latency, clients leave after 0 to 100 ms or never."""
+    async with world(path, 10_000_000) as w, of_gateways(w) as clients, store_proxy(path) as proxy:
         m = await w.join(proxy.url, hold=replace(HOLD, seconds=20))  # a busy machine may be late for a moment
-        proxy.reply_seconds = 0.05
-        asks = [m.open(1 + i, key=f"k{i}") for i in range(2000)]
-        tasks = [asyncio.create_task(ask.granted()) for ask in asks]
-        leaving = [i for i in range(2000) if chance.random() < 0.7]
-
-        async def leave_later(i, seconds):
-            await asyncio.sleep(seconds)
-            await leave(asks[i], tasks[i])
-
-        await asyncio.gather(*(leave_later(i, chance.random() / 10) for i in leaving))
-        staying = sorted(set(range(2000)) - set(leaving))
-        answers = await asyncio.gather(*(tasks[i] for i in staying), return_exceptions=True)
-        granted = [i for i, answer in zip(staying, answers, strict=True) if isinstance(answer, Grant)]
-        assert granted == staying
-        for i in set(staying) - set(granted):
-            asks[i].settle(None, None)
-        await eventually(lambda: m.ledger.inflight == len(granted))
+        proxy.reply_seconds = LATE_SECONDS
+        leaves, staying = await many(m, leaving)
+        assert all(
+            isinstance(answer, Grant) for answer in await asyncio.gather(*(task for *_, task in staying))
+        )
+        await asyncio.gather(*leaves)
+        await eventually(lambda: m.ledger.inflight == len(staying))
         calls = w.calls()
         assert {id_: (c["key"], c["blocks"], c["state"]) for id_, c in calls.items()} == {
-            asks[i].id: (f"k{i}", 1 + i, "reserved") for i in granted
+            ask.id: (f"k{i}", 1 + i, "reserved") for i, ask, _ in staying
         }
-        assert m.ledger.digest() == ["H", len(granted), sum(int(asks[i].id, 16) for i in granted) % 2**48]
+        assert m.ledger.digest() == ["H", len(staying), sum(int(ask.id, 16) for _, ask, _ in staying) % 2**48]
         proxy.reply_seconds = 0.0
-        for i in granted:
-            asks[i].settle(None, None)
+        for _, ask, _ in staying:
+            ask.settle(None, None)
         await nothing_left(w, m)
+        await burst(m)
+        await nothing_left(w, m)
+        assert clients.most == clients.now == OF_A_GATEWAY
+
+
+async def test_survivors_that_waited_in_the_queue_hold_their_own(path, leaving):
+    """RD-03, where there is room for few: most survivors are told by the outbox of another batch, and claim."""
+    async with world(path, 30_000) as w, of_gateways(w) as clients, store_proxy(path) as proxy:
+        m = await w.join(proxy.url, hold=replace(HOLD, seconds=20))
+        proxy.reply_seconds = LATE_SECONDS
+        leaves, staying = await many(m, leaving, wait_ms=60_000, queue_max=2000)
+
+        def record(ask):
+            return decode_record("call", w.store.hget(w.key("calls"), ask.id))
+
+        async def checked(i, ask, task):
+            answer = await task
+            await eventually(lambda: record(ask)["state"] == "reserved")
+            call = record(ask)
+            assert (call["key"], call["blocks"], call["replica"]) == (f"k{i}", 1 + i, answer.replica)
+            ask.settle(None, None)
+            return answer.queued
+
+        queued = await asyncio.gather(*(checked(*each) for each in staying))
+        assert sum(queued) > len(staying) / 2
+        await asyncio.gather(*leaves)
+        await nothing_left(w, m)
+        proxy.reply_seconds = 0.0
+        await burst(m)
+        await nothing_left(w, m)
+        assert clients.most == clients.now == OF_A_GATEWAY

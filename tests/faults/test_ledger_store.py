@@ -1,6 +1,7 @@
 """The store pauses, loses its data, is full, slow or away; owners sleep and come back."""
 
 import asyncio
+import logging
 import os
 import signal
 import time
@@ -13,7 +14,7 @@ import redis
 from gateway.core.events import LeaseLost, StoreUp
 from gateway.core.outcomes import Code, Refusal
 from gateway.ledger.api import Grant
-from gateway.ledger.keeper import PAUSES_SECONDS
+from gateway.ledger.keeper import LOG_SECONDS, PAUSES_SECONDS
 from gateway.ledger.scripts import fleet_keys, load
 from gateway.ledger.valkey import HoldLimits
 from gateway.ledger.wire import StoreAway
@@ -422,6 +423,34 @@ async def test_a_call_that_is_held_is_granted_when_the_store_returns(path):
         await eventually(w.empty)
 
 
+async def test_an_outage_is_logged_once_in_a_while_whatever_its_reasons(path, caplog):
+    """It breaks off, then nobody listens, then nothing is answered."""
+    passed = [0.0]
+    async with world(path, 100) as w, store_proxy(path) as proxy:
+        m = await w.join(proxy.url, reply_seconds=0.1, now=lambda: time.monotonic() + passed[0])
+
+        async def fails(times):
+            expected = m.ledger._keeper._failures + times
+            await eventually(lambda: m.ledger._keeper._failures >= expected)
+
+        def logged():
+            return [record.message for record in caplog.records if record.levelno >= logging.ERROR]
+
+        await proxy.refuse()
+        await fails(3)
+        assert len(logged()) == 1
+        proxy.black_hole = True
+        await proxy.open()
+        await fails(2)
+        assert len(logged()) == 1
+        passed[0] = LOG_SECONDS
+        await fails(2)
+        assert len(logged()) == 2
+        assert "is away" in logged()[-1]
+        proxy.black_hole = False
+        await eventually(lambda: m.ledger.ready)
+
+
 async def test_replies_a_little_late_are_only_slow(path):
     async with world(path, 100) as w, store_proxy(path) as proxy:
         m = await w.join(proxy.url)
@@ -430,6 +459,25 @@ async def test_replies_a_little_late_are_only_slow(path):
         ask.settle(None, None)
         await eventually(lambda: m.ledger.inflight == 0)
         assert m.events.count(StoreUp(False)) == 0
+
+
+async def test_a_long_turn_of_our_own_is_no_slow_store(path):
+    """The reply has come, and nobody has looked: calls that ask in the same turn are not refused."""
+    async with world(path, 100) as w:
+        m = await w.join(hold=HoldLimits(2, 3, 1 << 20))
+
+        async def dawdle():
+            time.sleep(0.4)  # noqa: ASYNC251  # this is what it is about
+
+        asks = [m.open(10) for _ in range(8)]
+        calls = [ask.granted() for ask in asks]
+        calls.insert(4, dawdle())
+        answers = await asyncio.gather(*calls)
+        answers.pop(4)
+        assert all(isinstance(answer, Grant) for answer in answers), answers
+        for ask in asks:
+            ask.settle(None, None)
+        await eventually(w.empty)
 
 
 @pytest.mark.parametrize(
