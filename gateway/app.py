@@ -96,6 +96,14 @@ class FleetRoom:
         self.engines.update(_plan(settings, fleet))
         self.ledger.reconfigure()
 
+    async def state(self) -> dict[str, Any]:
+        """What the store holds of the fleet; it is not asked while it is known to be away."""
+        with contextlib.suppress(StoreAway):
+            if self.ledger.away_seconds is None:
+                return await self.ledger.state()
+        sums = dict.fromkeys(("reserved", "debt", "leases", "queue"))
+        return {"pools": {}, **sums, "queued": {}, "keys": {}}
+
     async def _on_change(self, names: frozenset[str]) -> None:
         self.engines.changed()
         self.ledger.reconfigure()
@@ -252,19 +260,7 @@ class Gateway:
         inflight = self.calls.inflight()
         fleets: dict[str, Any] = {}
         for room in self._rooms:
-            try:
-                fleet = await room.ledger.state()
-            except StoreAway:
-                fleet = {
-                    "pools": {},
-                    "reserved": None,
-                    "debt": None,
-                    "leases": None,
-                    "queue": None,
-                    "queued": {},
-                    "keys": {},
-                }
-            fleets[room.fleet.name] = {**fleet, "inflight": inflight.get(room.fleet.name, 0)}
+            fleets[room.fleet.name] = {**await room.state(), "inflight": inflight.get(room.fleet.name, 0)}
         counts = ("reserved", "debt", "leases", "queue", "inflight")
         sums = {name: _sum(fleet[name] for fleet in fleets.values()) for name in counts}
         return {"fleets": fleets, **sums, "ready": not self.problem()}

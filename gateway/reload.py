@@ -65,7 +65,13 @@ class FileWatch(Generic[T]):
         """Follow the file until cancelled."""
         while True:
             await asyncio.sleep(self._poll_seconds)
-            await self.poll()
+            try:
+                await self.poll()
+            except (
+                Exception
+            ):  # a bug of ours, once for each change of the file: the next one is followed all the same
+                log.exception("%s could not be followed", self._path.name)
+                self._failed()
 
     async def poll(self) -> None:
         """Read the file once a change has been seen twice, so that a file being written is left alone."""

@@ -3,11 +3,11 @@
 import asyncio
 from collections import deque
 
-CALLS_A_TURN = 8
-"""A few milliseconds of work: for so long a reply of the store may lie unread.
+CALLS_A_TURN = 32
+"""Some milliseconds of work: for so long a reply of the store may lie unread.  More turns make more, smaller batches.
 
-Measured with 1,000 calls at once, a store 5 ms away and two shared cores: half of the calls had the store's answer in
-330 ms where all began in one turn, in 80 ms at 16 a turn, in 50 ms at 8, and no sooner at 4.
+Measured with 1,000 calls at once, a store 5 ms away and two busy cores: half of the calls had the store's answer in
+160 ms where all began in one turn, in 100 ms at 32 a turn, in 110 ms at 16 and 140 ms at 8.
 """
 
 

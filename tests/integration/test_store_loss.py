@@ -156,3 +156,20 @@ def test_two_fleets_in_one_gateway(new_world: World) -> None:
     assert (missing.status_code, missing.json()["error"]["code"]) == (400, "missing_field")
     assert [m.log()["received"] for m in mocks] == [1, 1]
     assert {model["id"] for model in gateway.client.get("/v1/models").json()["data"]} == {"demo", "other"}
+
+
+def test_what_operators_read_does_not_wait_for_a_store_that_is_known_to_be_away(running) -> None:
+    """A store that takes connections and never answers; a reading of it has two seconds."""
+    world, _, gateway, _ = running
+    assert world.store.process
+    world.store.process.send_signal(signal.SIGSTOP)
+    try:
+        wait_until(lambda: gateway.metric("kvgate_store_up") == 0, "the outage is known")
+        began = time.monotonic()
+        for _ in range(5):
+            assert gateway.state()["reserved"] is None
+            assert gateway.metric("kvgate_store_up") == 0
+        assert time.monotonic() - began < 2
+    finally:
+        world.store.process.send_signal(signal.SIGCONT)
+    wait_until(lambda: quiet(gateway), "the store is read again", 10)
