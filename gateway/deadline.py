@@ -35,8 +35,9 @@ class Deadline:
         self._due = math.inf
 
     def close(self) -> None:
-        """For good, as far as whoever made it is concerned."""
+        """For good.  It lets go of whoever made it: the two would stay until the collector comes round."""
         self._due = self._timer_at = math.inf
+        self._passed = _nothing
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -56,3 +57,7 @@ class Deadline:
             return
         self._due = math.inf
         self._passed()
+
+
+def _nothing() -> None:
+    """Of a closed deadline."""

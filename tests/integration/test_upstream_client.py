@@ -610,6 +610,28 @@ def client_transports() -> list[asyncio.WriteTransport]:
     return [found._transport for found in protocols if found.usable]
 
 
+async def test_nothing_of_a_closed_connection_is_left_for_the_collector() -> None:
+    async def script(peer: Connection) -> None:
+        await peer.request()
+        await peer.send(STREAM_HEAD, chunk(EVENT) + LAST_CHUNK)
+        await peer.until_gone()
+
+    def living() -> list[object]:
+        return [
+            found for found in gc.get_objects() if type(found).__name__ in ("EngineConnection", "Exchange")
+        ]
+
+    async with engine(script) as server, client() as upstream:
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(5):
+                await upstream.exchange(replace(call(server.url), alone=True), Sink())
+            await soon(lambda: not living())
+        finally:
+            gc.enable()
+
+
 @pytest.mark.parametrize("where", ["head", "body"])
 @pytest.mark.parametrize(
     "error", [ConnectionResetError("client"), TimeoutError("client"), RuntimeError("ours")]

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import socket
 from collections.abc import AsyncIterator, Sequence
@@ -276,3 +277,21 @@ async def test_a_connection_that_waits_for_a_next_request_is_closed_in_time(shor
     async with asyncio.timeout(5):
         assert await wire._reader.read() == b""
     wire.close()
+
+
+async def test_nothing_of_a_connection_is_left_for_the_collector(url: str) -> None:
+    def living() -> list[Any]:
+        return [found for found in gc.get_objects() if isinstance(found, ProxyProtocol | Cycle)]
+
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(5):
+            wire = await Wire.open(url)
+            assert (await wire.ask(request("/", b"1"))).status == 200
+            wire.close()
+        async with asyncio.timeout(5):
+            while living():
+                await asyncio.sleep(0.01)
+    finally:
+        gc.enable()
