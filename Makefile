@@ -21,7 +21,7 @@ REQUIRE_PYTHON = import sys; sys.version_info >= (3, 11) or sys.exit("kvgate nee
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run test test-ops test-vllm mutants faults sim soak incident peak check fmt wheel constraints clean
+.PHONY: help run test test-ops test-vllm mutants faults sim soak bench incident peak check fmt wheel constraints clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -50,6 +50,9 @@ sim: $(READY) ## Gateways, engines and clients under a virtual clock, with losse
 
 soak: $(READY) ## The same minute for half an hour: what is kept of it has to stay flat
 	@$(PY) benchmarks/soak.py $(ARGS)
+
+bench: $(READY) ## kvgate beside other proxies on one core (15 minutes): figures, ratios, and whether the bars hold
+	@$(PY) benchmarks/bench.py $(ARGS)
 
 incident: $(READY) ## Play the incident three times, write build/incident/report.html and docs/incident.svg, check the bounds
 	@$(PY) benchmarks/incident.py --svg docs/incident.svg
