@@ -1,28 +1,49 @@
 """Counting with the packaged vocabulary."""
 
 import asyncio
+import functools
+import itertools
+import random
 import socket
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from gateway.tokens import tiktoken_counter
+from gateway.tokens import memo, tiktoken_counter
+from gateway.tokens.memo import ENTRY_BYTES, GENERATION_ENTRIES_MAX, MEMO_BYTES_MAX, Memo, text_key
 from gateway.tokens.tiktoken_counter import (
     INLINE_CHARS,
+    INLINE_CHARS_A_TURN,
     JOBS_MAX,
+    LOOKED_UP_BYTES_MAX,
+    LOOKED_UP_TEXTS_MAX,
+    PART_CHARS,
     PIECE_CHARS,
     THREADS,
     VOCABULARY,
     TiktokenCounter,
     VocabularyError,
     load_encoding,
+    load_encodings,
     utf8_bytes,
 )
 
 LONG = "the quick brown fox jumps over the lazy dog, " * 1000
+
+
+_load_once = functools.cache(load_encodings)
+
+
+@pytest.fixture(autouse=True)
+def loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To load takes a third of a second; counting changes nothing in what was loaded."""
+    monkeypatch.setattr(tiktoken_counter, "load_encodings", _load_once)
 
 
 @pytest.fixture
@@ -119,6 +140,22 @@ async def test_short_texts_are_counted_on_the_loop_and_long_ones_off_it(
     assert [thread is here for thread in threads] == [True, False]
 
 
+async def test_a_turn_of_the_loop_counts_only_so_much(
+    counter: TiktokenCounter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, on_the_loop = threading.current_thread(), []
+
+    def seen(_: str) -> int:
+        on_the_loop.append(threading.current_thread() is here)
+        return 1
+
+    monkeypatch.setattr(counter, "_count_piece", seen)
+    full = INLINE_CHARS_A_TURN // INLINE_CHARS
+    for number in range(full + 2):
+        await counter.count([f"{number}" + "x" * (INLINE_CHARS - 2)])
+    assert on_the_loop == [True] * full + [False, True]
+
+
 async def test_equal_pieces_are_counted_once(
     counter: TiktokenCounter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,6 +219,179 @@ async def test_closing_ends_counts_under_way_with_their_bytes(monkeypatch: pytes
     gate.open.set()
     assert (await task).tokens > len(LONG) - PIECE_CHARS
     assert await tokens_of(counter, [LONG]) == len(LONG)
+
+
+# What was counted before
+
+
+HISTORY = [f"{i} {LONG[: 300 * i]}" for i in range(40)]
+"""234,000 characters in 40 messages, which are 67 pieces."""
+
+
+@pytest.mark.parametrize(
+    ("texts", "pieces"), [(["hello world"], 1), ([LONG], 11), (HISTORY, 67)], ids=["short", "long", "history"]
+)
+async def test_a_known_text_is_not_tokenized_again(
+    counter: TiktokenCounter, monkeypatch: pytest.MonkeyPatch, texts: list[str], pieces: int
+) -> None:
+    gate = Gate(counter, monkeypatch)
+    gate.open.set()
+    first = await counter.count(texts)
+    assert gate.pieces == pieces
+    assert await counter.count(texts) == first
+    assert await tokens_of(counter, [*texts, *texts]) == 2 * first.tokens
+    assert gate.pieces == pieces
+
+
+async def test_a_known_history_with_a_new_turn_needs_no_thread(
+    counter: TiktokenCounter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    history = await tokens_of(counter, HISTORY)
+    gate = Gate(counter, monkeypatch)
+    gate.open.set()
+    monkeypatch.setattr(counter._threads, "submit", None)
+    assert await counter.count([*HISTORY, "hello world"]) == (history + 2, True)
+    assert gate.pieces == 1
+
+
+async def test_a_text_that_grew_is_counted_from_its_last_part_on(
+    counter: TiktokenCounter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "".join(str(n) for n in range(PART_CHARS))[: 3 * PART_CHARS]
+    await counter.count([text + "the end"])
+    gate = Gate(counter, monkeypatch)
+    gate.open.set()
+    assert (await counter.count([text + "the end, and on"])).exact
+    assert gate.pieces == 1
+
+
+async def test_a_new_text_in_a_long_history_is_all_that_a_thread_counts(
+    counter: TiktokenCounter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await counter.count(HISTORY)
+    gate = Gate(counter, monkeypatch)
+    gate.open.set()
+    await counter.count([*HISTORY, "x" + LONG])
+    assert gate.pieces == 11
+
+
+async def test_much_is_looked_up_off_the_loop(
+    counter: TiktokenCounter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, threads = threading.current_thread(), []
+
+    def seen(text: str) -> bytes:
+        threads.append(threading.current_thread() is here)
+        return text_key(text)
+
+    monkeypatch.setattr(tiktoken_counter, "text_key", seen)
+    many, large, wide = (
+        ["a"] * LOOKED_UP_TEXTS_MAX,
+        "a" * LOOKED_UP_BYTES_MAX,
+        "é" * (LOOKED_UP_BYTES_MAX // 4),
+    )
+    for texts, on_the_loop in (
+        (many, True),
+        ([*many, "a"], False),
+        ([large], True),
+        ([large, "a"], False),
+        ([wide], True),
+        ([wide, "a"], False),
+    ):
+        threads.clear()
+        assert (await counter.count(texts)).exact
+        assert set(threads) == {on_the_loop}
+
+
+WORDS = st.sampled_from(
+    ["a", "the ", " fox", "\n", "  ", "é", "日本", "😀", "\ud800", "\udfff", "<|endoftext|>", "1234"]
+)
+TEXTS = st.lists(
+    st.builds(
+        lambda words, times: "".join(words) * times,
+        st.lists(WORDS, max_size=6),
+        st.sampled_from([1, 7, 3000]),
+    ),
+    max_size=5,
+)
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[TiktokenCounter]:
+    """What one example leaves in the memo, the next one finds."""
+    counter = TiktokenCounter()
+    yield counter
+    counter.close()
+
+
+@settings(max_examples=60, deadline=None)
+@given(TEXTS)
+async def test_counts_are_those_of_the_pieces_whatever_was_counted_before(
+    shared: TiktokenCounter, texts: list[str]
+) -> None:
+    expected = sum(
+        len(shared._encoding.encode_ordinary(text[start : start + PIECE_CHARS]))
+        for text in texts
+        for start in range(0, len(text), PIECE_CHARS)
+    )
+    for _ in range(2):
+        assert await shared.count(texts) == (expected, True)
+
+
+async def test_what_bytes_stood_for_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    counter = TiktokenCounter(clock=lambda: now)
+    gate = Gate(counter, monkeypatch)
+    late, left = (asyncio.create_task(counter.count([text + LONG])) for text in "ab")
+    await asyncio.sleep(0)
+    now = tiktoken_counter.COUNT_SECONDS_MAX
+    left.cancel()
+    gate.open.set()
+    assert not (await late).exact
+    await asyncio.gather(left, return_exceptions=True)
+    now = 0.0
+    for text in "ab":
+        counted = await counter.count([text + LONG])
+        assert counted.exact
+        assert counted.tokens < len(LONG) / 3
+    counter.close()
+
+
+async def test_every_thread_has_an_encoding_of_its_own(counter: TiktokenCounter) -> None:
+    together = threading.Barrier(THREADS)
+
+    def mine() -> int:
+        together.wait(30)
+        return id(counter._of_thread.encoding)
+
+    jobs = [asyncio.wrap_future(counter._threads.submit(mine)) for _ in range(THREADS)]
+    assert len({id(counter._encoding), *await asyncio.gather(*jobs)}) == 1 + THREADS
+
+
+def test_a_memo_forgets_what_was_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memo, "GENERATION_ENTRIES_MAX", 4)
+    known = Memo()
+    for number in range(40):
+        known.put(b"%d" % number, number)
+        assert known.get(b"0") == 0
+        assert len(known) <= 8
+    assert [known.get(b"%d" % number) for number in (1, 30, 38, 39)] == [None, None, 38, 39]
+
+
+def test_a_full_memo_needs_no_more_than_its_bytes() -> None:
+    digests = random.Random(1)
+    tracemalloc.start()
+    try:
+        known = Memo()
+        for tokens in itertools.count(1000):
+            known.put(digests.randbytes(32), tokens)
+            if len(known) == 2 * GENERATION_ENTRIES_MAX:
+                break
+        needed, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert MEMO_BYTES_MAX * 0.8 < needed <= MEMO_BYTES_MAX
+    assert 2 * GENERATION_ENTRIES_MAX * ENTRY_BYTES <= MEMO_BYTES_MAX
 
 
 def test_a_missing_vocabulary_is_one_clear_line(tmp_path: Path) -> None:
