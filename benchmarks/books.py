@@ -26,7 +26,7 @@ from gateway.core.books import FleetConfig, ReplicaConfig
 from gateway.core.order import BATCH_OPS, DIGEST_MODULUS
 from gateway.ledger import scripts
 from gateway.ledger.embedded import EmbeddedStore
-from gateway.ledger.records import config_arguments
+from gateway.ledger.records import config_arguments, decode_step
 from gateway.ledger.scripts import fleet_keys
 
 ROUNDS = 5
@@ -79,7 +79,7 @@ class Fleet:
         self._evaluate("configure", "wake:", "fleet", *config_arguments(config))
         self.hello("a")
         self.now += 2 * HEARTBEAT_MS
-        assert self.step("a", [["Y"]])[0][5] == [[b"open"]]
+        assert self.step("a", [["Y"]])[0][5] == [["open"]]
 
     def _evaluate(self, script: str, *arguments: Any) -> Any:
         return self._client.evalsha(self._shas[script], len(self.keys), *self.keys, self.now, *arguments)
@@ -104,9 +104,10 @@ class Fleet:
         before = self._used_us()
         replies = pipeline.execute()
         used = self._used_us() - before - self._reading_us
+        replies = [decode_step(reply) for reply in replies]
         for reply in replies:
-            assert reply[0] == b"ok", reply
-            assert not [result for result in reply[5] if result[0] in (b"error", b"refused")], reply[5]
+            assert reply[0] == "ok", reply
+            assert not [result for result in reply[5] if result[0] in ("error", "refused")], reply[5]
         return replies, max(used, 0.0) / len(batches)
 
     def step(self, owner: str, ops: Sequence[Op]) -> tuple[Any, float]:
@@ -133,7 +134,7 @@ class Fleet:
         """Claim what lies in the owner's outbox."""
         claimed: list[str] = []
         while outbox := self.step(owner, [])[0][6]:
-            ids = [id_.decode() for id_ in outbox[::2]]
+            ids = outbox[::2]
             self.step(owner, [["K", id_] for id_ in ids])
             claimed += ids
         return claimed
@@ -213,7 +214,7 @@ class Full:
         """Settle running calls, whose places go to waiters; afterwards as many run and wait as before."""
         ended, self.running = self.running[:calls], self.running[calls:]
         reply, us = self.fleet.step("a", [["S", id_, BLOCKS, 40] for id_ in ended])
-        assert reply[5] == [[b"settled"]] * calls
+        assert reply[5] == [["settled"]] * calls
         self.running += self.fleet.claim("a")
         self.fleet.fill("a", calls)
         return us
@@ -224,7 +225,7 @@ class Full:
     def heartbeats(self) -> float:
         digest = ["H", len(self.running), sum(int(id_, 16) for id_ in self.running) % DIGEST_MODULUS]
         replies, us = self.fleet.steps("a", [[digest]] * STEPS)
-        assert all(reply[5] == [[b"same"]] for reply in replies)
+        assert all(reply[5] == [["same"]] for reply in replies)
         return us
 
 
@@ -273,9 +274,9 @@ def longest(full: Full) -> Iterator[Figure]:
     def moves() -> float:
         ids = full.running[:BATCH_OPS]
         places = full.fleet.step("a", [["K", id_] for id_ in ids])[0][5]
-        names = [["M", id_, [place.decode()]] for id_, (_, place) in zip(ids, places, strict=True)]
+        names = [["M", id_, [place]] for id_, (_, place) in zip(ids, places, strict=True)]
         reply, us = full.fleet.step("a", names)
-        assert {result[0] for result in reply[5]} == {b"ticket"}, reply[5]
+        assert {result[0] for result in reply[5]} == {"ticket"}, reply[5]
         full.running = full.running[BATCH_OPS:] + full.fleet.claim("a")
         return us
 

@@ -2,7 +2,8 @@
 -- One batch of one owner: the only script of the hot path.  All of an op happens or, when it is malformed, nothing.
 -- ARGV: now (ms, '' = the server's TIME), owner, batch number, prefix of the wake channels, then the ops, each a
 --   cmsgpack array of its letter and its arguments
--- Reply: {'ok', epoch, clock, policy, more, results, outbox}
+-- Reply: {'ok', epoch, clock, policy, more, results, outbox}; results: cmsgpack of an array for each op, since a reply
+--     of arrays costs the store, and whoever reads it, more than carrying the ops out
 --      | {'epoch', epoch, clock, policy}: the store was restarted, re-declare, then send the same batch again
 --      | {'fenced'} no such session | {'stale'} a later batch was executed | {'unconfigured'}
 --- @late "commands/admit"
@@ -43,23 +44,33 @@ local function header_of(packed)
   return 1
 end
 
--- The first values of an op.
+-- The values of an op, at most so many.
 local function values_of(packed, limit)
   return all_but_first(cmsgpack.unpack_limit(packed, limit, header_of(packed)))
 end
 
--- In one go the records of all calls that the ops name.
-local function prefetch()
-  local ids = {}
+-- Each op's values, or the error of reading it.
+local function read_ops()
+  local ops = {}
   for i = FIRST_OP, #ARGV do
-    local id = values_of(ARGV[i], 2)[2]
+    local ok, op = pcall(values_of, ARGV[i], VALUES_MAX)
+    ops[#ops + 1] = ok and op or {failure = op}
+  end
+  return ops
+end
+
+-- In one go the records of all calls that the ops name.
+local function prefetch(ops)
+  local ids = {}
+  for i = 1, #ops do
+    local id = ops[i][2]
     if type(id) == 'string' then ids[#ids + 1] = id end
   end
   if #ids > 0 then rows.prefetch(records.calls, ids) end
 end
 
-local function execute(packed)
-  local op = values_of(packed, VALUES_MAX)
+local function execute(op)
+  if op.failure then error(op.failure, 0) end
   local command = books.need(COMMANDS[op[1]] or error('unknown op', 0))
   command.check(op)
   return command.run(OWNER, unpack(op, 2))
@@ -70,11 +81,11 @@ local function error_text(failure)
 end
 
 local function execute_all()
-  pcall(prefetch) -- it ends at an op that cannot be read, and the records are read one by one
-  local results = {}
-  for i = FIRST_OP, #ARGV do
-    local ok, result = pcall(execute, ARGV[i])
-    results[#results + 1] = ok and result or {'error', error_text(result)}
+  local ops, results = read_ops(), {}
+  prefetch(ops)
+  for i = 1, #ops do
+    local ok, result = pcall(execute, ops[i])
+    results[i] = ok and result or {'error', error_text(result)}
   end
   return results
 end
@@ -105,4 +116,4 @@ local results = execute_all()
 dispatch.run()
 books.write(WAKE)
 if meta.dirty > 0 and meta.opens_at == 0 then more = true end -- behind a closed gate nothing can be done yet
-return {'ok', meta.epoch, meta.clock, meta.policy, more and 1 or 0, results, owners.outbox(OWNER)}
+return {'ok', meta.epoch, meta.clock, meta.policy, more and 1 or 0, cmsgpack.pack(results), owners.outbox(OWNER)}

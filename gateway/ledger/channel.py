@@ -11,7 +11,7 @@ import msgspec
 
 from gateway.core.order import BATCH_OPS
 from gateway.ledger.connection import Connection
-from gateway.ledger.records import decode_text
+from gateway.ledger.records import decode_step
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ class Channel:
 
     def _take(self, raw: Any) -> Reply:
         assert self._batch is not None
-        batch, reply = self._batch, decode_text(raw)
+        batch, reply = self._batch, decode_step(raw)
         if reply[0] == "epoch":
             batch.ops = [op for op in batch.ops if op.arguments[0] != "Y"]  # it spoke of the epoch before
         if reply[0] != "ok":

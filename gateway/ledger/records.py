@@ -34,6 +34,14 @@ def config_arguments(config: FleetConfig) -> tuple[bytes, bytes]:
     return msgspec.msgpack.encode(fleet), msgspec.msgpack.encode(replicas)
 
 
+def decode_step(reply: list[Any]) -> list[Any]:
+    """A reply of `step` with the results of its ops, each a list."""
+    told = [decode_text(item) for item in reply[:5]]
+    if len(reply) > 5:
+        told += [msgspec.msgpack.decode(reply[5]), decode_text(reply[6])]
+    return told
+
+
 def decode_text(reply: Any) -> Any:
     """A reply's byte strings as text; only for replies that carry no packed records."""
     if isinstance(reply, bytes):

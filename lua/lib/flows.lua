@@ -3,7 +3,12 @@
 -- Flows and their tags in the fair order, and the policies of keys.
 
 function flows.name_of(call)
-  return call.lane .. ':' .. call.class .. ':' .. call.key
+  local name = call.flow
+  if not name then
+    name = call.lane .. ':' .. call.class .. ':' .. call.key
+    call.flow = name -- made once a script, and not written
+  end
+  return name
 end
 
 function flows.line(lane, class)

@@ -46,7 +46,7 @@ MUTANTS: dict[str, tuple[str, str]] = {
     "key's caps not given back": ("key.blocks, key.calls = key.blocks - call.blocks, key.calls - 1", "key.blocks, key.calls = key.blocks, key.calls"),
     "ticket left after its time": ("books.need(queue).withdraw(late[i], rows.fetch(records.calls, late[i]))", ""),
     "overtaking without bound": ("if call.passed < books.config.overtake_blocks then return false end", "if true then return false end"),
-    "a bad op stops its batch": ("local ok, result = pcall(execute, ARGV[i])", "local ok, result = true, execute(ARGV[i])"),
+    "a bad op stops its batch": ("local ok, result = pcall(execute, ops[i])", "local ok, result = true, execute(ops[i])"),
     "a bad op is carried out": ("  command.check(op)\n", ""),
     "flow of another lane stays parked": ("  flows.unpark_key(call.key)\n  drain.add(replica.pool, call.blocks)", "  local name = flows.name_of(call)\n  local own = rows.fetch(records.flows, name)\n  if own.parked == 1 then books.need(queue).unpark(call, name, own) end\n  drain.add(replica.pool, call.blocks)"),
     "unparked flow of another lane not dispatched": ("    for _, lane in ipairs(books.config.lanes) do\n      while lane_waits(lane) do", "    for _, lane in ipairs({books.config.lanes[1]}) do\n      while lane_waits(lane) do"),

@@ -8,7 +8,7 @@ import redis
 
 from gateway.core.books import Books, FleetConfig
 from gateway.core.invariants import Snapshot, step_violations, violations
-from gateway.ledger.records import FIELDS, config_arguments, decode_record, decode_text
+from gateway.ledger.records import FIELDS, config_arguments, decode_record, decode_step, decode_text
 from gateway.ledger.scripts import fleet_keys, load
 from gateway.ledger.verify import Content, snapshot_of
 from tests.conformance.books import read_content
@@ -40,7 +40,8 @@ class Twin:
         return _text(self.client.script_load((texts or {}).get(name) or load(name).text))
 
     def evaluate(self, script: str, *arguments: Any) -> Any:
-        return decode_text(self.client.evalsha(self.shas[script], len(self.keys), *self.keys, *arguments))
+        reply = self.client.evalsha(self.shas[script], len(self.keys), *self.keys, *arguments)
+        return decode_step(reply) if script == "step" else decode_text(reply)
 
     def configure(self, now: int, config: FleetConfig) -> None:
         self.compare(

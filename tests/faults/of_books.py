@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 
+from gateway.ledger.records import decode_step
 from gateway.ledger.scripts import fleet_keys, key_prefix, load
 from tests.faults.callers import COMPLETE
 from tests.faults.catalogue import Part
@@ -23,7 +24,7 @@ def plant(scene: Scene, owner: str, *ops: list[Any]) -> list[Any]:
     packed = [msgspec.msgpack.encode(op) for op in ops]
     script = load("step").text
     reply = scene.store.execute_command("EVAL", script, len(keys), *keys, "", owner, batch, wakes, *packed)
-    results: list[Any] = reply[5]
+    results: list[Any] = decode_step(reply)[5]
     return results
 
 
@@ -48,7 +49,7 @@ async def call_too_many(scene: Scene) -> None:
     ]  # fmt: skip
     scene.strike()
     ((answer, _),) = plant(scene, call.owner, admit)
-    assert answer == b"grant"
+    assert answer == "grant"
     await healed(scene, settled=1)
 
 
@@ -58,5 +59,5 @@ async def call_too_many(scene: Scene) -> None:
 async def call_missing(scene: Scene) -> None:
     call = next(iter(scene.books().calls.values()))
     scene.strike()
-    assert plant(scene, call.owner, ["S", call.id, -1, -1]) == [[b"settled"]]
+    assert plant(scene, call.owner, ["S", call.id, -1, -1]) == [["settled"]]
     await healed(scene, redeclared=1)

@@ -71,7 +71,7 @@ async def test_a_settle_that_was_lost(path: str, count: int) -> None:
     """The store has one more than the process; without it the store would be right again only at the lease's end."""
     async with live(path, count) as (w, m, asks, owner):
         beats = Beats(m)
-        assert step(w, owner, FOREIGN) == [[b"grant", b"r0"]]
+        assert step(w, owner, FOREIGN) == [["grant", "r0"]]
         await healed(m, beats, settled=1)
         assert w.states() == {ask.id: "reserved" for ask in asks}
 
@@ -80,7 +80,7 @@ async def test_a_settle_that_was_lost(path: str, count: int) -> None:
 async def test_an_admit_that_was_lost(path: str, count: int) -> None:
     async with live(path, count) as (w, m, asks, owner):
         beats = Beats(m)
-        assert step(w, owner, ["S", asks[-1].id, -1, -1]) == [[b"settled"]]
+        assert step(w, owner, ["S", asks[-1].id, -1, -1]) == [["settled"]]
         await healed(m, beats, redeclared=1)
         assert w.states() == {ask.id: "reserved" for ask in asks}
         assert m.lost == []

@@ -15,6 +15,7 @@ from gateway.core.events import LeaseLost, StoreUp
 from gateway.core.outcomes import Code, Refusal
 from gateway.ledger.api import Grant
 from gateway.ledger.keeper import LOG_SECONDS, PAUSES_SECONDS
+from gateway.ledger.records import decode_step
 from gateway.ledger.scripts import fleet_keys, load
 from gateway.ledger.valkey import HoldLimits
 from gateway.ledger.wire import StoreAway
@@ -314,7 +315,8 @@ def step(w, owner, *ops):
     batch = w.rows("sessions", "session")[owner]["batch"] + 1
     script, keys = load("step"), fleet_keys(w.fleet)
     packed = [msgspec.msgpack.encode(op) for op in ops]
-    return w.store.execute_command("EVAL", script.text, len(keys), *keys, "", owner, batch, "w:", *packed)[5]
+    reply = w.store.execute_command("EVAL", script.text, len(keys), *keys, "", owner, batch, "w:", *packed)
+    return decode_step(reply)[5]
 
 
 FOREIGN = ["A", "00000000aa", "k", "normal", "a", 7, 1, 0, 7, 5000, 1, -1, -1, 9, [], [], []]
@@ -330,7 +332,7 @@ async def test_a_difference_is_found_and_mended(path, busy, monkeypatch):
         traffic = [asyncio.create_task(come_and_go(m, i / 1000)) for i in range(10 if busy else 0)]
         proxy.reply_seconds = 0.005
         owner = w.calls()[asks[0].id]["owner"]
-        assert step(w, owner, ["S", asks[0].id, -1, -1], FOREIGN) == [[b"settled"], [b"grant", b"r0"]]
+        assert step(w, owner, ["S", asks[0].id, -1, -1], FOREIGN) == [["settled"], ["grant", "r0"]]
         await eventually(lambda: m.healed() == {"settled": 1, "redeclared": 1})
         for task in traffic:
             task.cancel()

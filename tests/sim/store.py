@@ -135,7 +135,8 @@ class Store:
         match script:
             case "step":
                 ops = [decode_text(msgspec.msgpack.decode(packed)) for packed in given[4:]]
-                return books.step(now, self.run, given[1].decode(), int(given[2]), ops)
+                reply = books.step(now, self.run, given[1].decode(), int(given[2]), ops)
+                return [*reply[:5], msgspec.msgpack.encode(reply[5]), reply[6]] if len(reply) > 5 else reply
             case "hello":
                 return books.hello(now, self.run, given[1].decode())
             case "configure" if given[2] == b"fleet":
@@ -204,8 +205,8 @@ def encode(value: Any) -> bytes:
     """A reply in RESP 2."""
     if isinstance(value, int):
         return b":%d\r\n" % value
-    if isinstance(value, str):
-        data = value.encode()
+    if isinstance(value, str | bytes):
+        data = value.encode() if isinstance(value, str) else value
         return b"$%d\r\n%b\r\n" % (len(data), data)
     return b"*%d\r\n%b" % (len(value), b"".join(map(encode, value)))
 

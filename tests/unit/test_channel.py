@@ -24,8 +24,8 @@ class Store:
         answer = self.answers.pop(0) if self.answers else None
         if isinstance(answer, Exception):
             raise answer
-        done = [[b"done", op[1].encode() if op[1:] else b""] for op in ops]
-        return take(answer or [b"ok", 1, 0, 1, 0, done, []])
+        done = [["done", op[1] if op[1:] else ""] for op in ops]
+        return take(answer or [b"ok", 1, 0, 1, 0, msgspec.msgpack.encode(done), []])
 
     @property
     def letters(self):
@@ -149,7 +149,7 @@ async def test_a_result_that_cannot_be_taken_does_not_keep_the_others(channel, s
 
 async def test_an_answer_of_another_length_is_no_answer(channel, store):
     channel.admit(["A", "1"], ignore)
-    store.answers = [[b"ok", 1, 0, 1, 0, [], []]]
+    store.answers = [[b"ok", 1, 0, 1, 0, b"\x90", []]]
     with pytest.raises(ValueError, match="zip"):
         await send(channel, store)
     assert channel.unanswered
@@ -158,7 +158,7 @@ async def test_an_answer_of_another_length_is_no_answer(channel, store):
 async def test_grants_and_more_work_are_passed_on(store):
     offered = []
     channel = Channel("wake:", lambda *grant: offered.append(grant))
-    store.answers = [[b"ok", 1, 0, 1, 1, [], [b"aa", b"r0", b"bb", b"r1"]]]
+    store.answers = [[b"ok", 1, 0, 1, 1, b"\x90", [b"aa", b"r0", b"bb", b"r1"]]]
     reply = await send(channel, store)
     assert reply.more
     assert offered == [("aa", "r0"), ("bb", "r1")]
