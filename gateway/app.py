@@ -30,6 +30,7 @@ from gateway.ledger.wire import StoreAway
 from gateway.reload import FileWatch, check_reload
 from gateway.telemetry.logs import CallLog
 from gateway.telemetry.prometheus import CONTENT_TYPE, Metrics
+from gateway.telemetry.workers import Place, Workers
 from gateway.tokens.tiktoken_counter import TiktokenCounter
 from gateway.upstream.client import EngineClient
 from gateway.upstream.engines import FleetPlan, WatchedEngines
@@ -114,8 +115,13 @@ class FleetRoom:
 class Gateway:
     """One worker process.  A wrong vocabulary or keys file raises at once."""
 
-    def __init__(self, settings: Settings, secrets: Secrets, source: Source | None = None) -> None:
-        """`source` is followed while the process runs; without one the settings stay."""
+    def __init__(
+        self, settings: Settings, secrets: Secrets, source: Source | None = None, place: Place | None = None
+    ) -> None:
+        """`source` is followed while the process runs; without one the settings stay.
+
+        `place`: among several workers of one command, which show their numbers as one.
+        """
         self._settings = settings
         self._secrets = secrets
         self._source = source
@@ -128,6 +134,7 @@ class Gateway:
         self._metrics = Metrics(
             _metric_names(settings), [c.name for c in settings.classes], self.calls.inflight
         )
+        self._workers = self._join(place) if place else None
         self._call_log = CallLog()
         self._rooms = [FleetRoom(settings, fleet, secrets, self._observe) for fleet in settings.fleets]
         self._keys = Keyring((), None if settings.auth.required else anonymous(settings.default_class))
@@ -163,6 +170,12 @@ class Gateway:
     def _observe(self, fact: Fact) -> None:
         self._metrics(fact)
         self._call_log(fact)
+
+    def _join(self, place: Place) -> Workers:
+        workers = Workers(place, self._metrics.snapshot)
+        if totals := workers.inherited():
+            self._metrics.inherit(totals)
+        return workers
 
     def _name_models(self) -> None:
         """In place: who was given the mapping sees the models of now."""
@@ -200,6 +213,8 @@ class Gateway:
     async def start(self) -> None:
         """Return once replicas were asked; what is still missing shows in `problem`."""
         loop = asyncio.get_running_loop()
+        if self._workers:
+            await self._workers.start()
         for room in self._rooms:
             room.watch.start()
         with contextlib.suppress(TimeoutError):
@@ -241,6 +256,8 @@ class Gateway:
             await room.watch.close()
         await self._upstream.close()
         self._counter.close()
+        if self._workers:
+            await self._workers.stop()
 
     # -- what operators see --------------------------------------------------------------------------------------
 
@@ -256,8 +273,8 @@ class Gateway:
         return ""
 
     async def state(self) -> dict[str, Any]:
-        """What the store and this process hold; the numbers at the top are sums over fleets."""
-        inflight = self.calls.inflight()
+        """What the store and the workers of this command hold; the numbers at the top are sums over fleets."""
+        inflight = (await self._workers.call_roll()).inflight() if self._workers else self.calls.inflight()
         fleets: dict[str, Any] = {}
         for room in self._rooms:
             fleets[room.fleet.name] = {**await room.state(), "inflight": inflight.get(room.fleet.name, 0)}
@@ -269,9 +286,10 @@ class Gateway:
         now = asyncio.get_running_loop().time()
         if now - self._state_read_at >= STATE_SECONDS:
             self._state_read_at = now
-            for name, fleet in (await self.state())["fleets"].items():
-                self._metrics.set_state(name, fleet)
-        return self._metrics.render(), CONTENT_TYPE
+            for room in self._rooms:
+                self._metrics.set_state(room.fleet.name, await room.state())
+        roll = await self._workers.call_roll() if self._workers else None
+        return self._metrics.render(roll), CONTENT_TYPE
 
     # -- ASGI ----------------------------------------------------------------------------------------------------
 

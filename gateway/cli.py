@@ -25,6 +25,7 @@ from gateway.ledger.verify import NotVerified, Report, verify
 from gateway.loadtest import command as loadtest
 from gateway.mock import serve as mock
 from gateway.serve import DemoError, serve, serve_demo, serve_inherited
+from gateway.telemetry.workers import Place
 from gateway.tokens.tiktoken_counter import VocabularyError
 
 OPERATOR_ERRORS = (ConfigError, EmbeddedStoreError, VocabularyError, DemoError, NotVerified, OSError)
@@ -61,7 +62,10 @@ def _parser() -> argparse.ArgumentParser:
     serve_.add_argument(
         "--workers", type=whole_number, default=1, help="processes that share the port (default 1)"
     )
+    # How a parent tells a worker its place; the three go together.
     serve_.add_argument("--listen-fd", type=int, help=argparse.SUPPRESS)
+    serve_.add_argument("--worker", type=int, help=argparse.SUPPRESS)
+    serve_.add_argument("--workers-folder", type=Path, help=argparse.SUPPRESS)
     serve_.set_defaults(run=_serve)
 
     mock_ = commands.add_parser("mock", help="run a mock vLLM engine")
@@ -113,7 +117,8 @@ def _serve(parsed: argparse.Namespace) -> int:
     settings = load(parsed.config, os.environ)
     secrets = load_secrets(settings, os.environ)
     if parsed.listen_fd is not None:
-        return serve_inherited(parsed.config, settings, secrets, parsed.listen_fd, os.environ)
+        place = Place(parsed.workers_folder, parsed.worker, parsed.workers)
+        return serve_inherited(parsed.config, settings, secrets, parsed.listen_fd, place, os.environ)
     return serve(parsed.config, settings, secrets, parsed.host, parsed.port, parsed.workers, os.environ)
 
 

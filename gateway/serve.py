@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -26,6 +26,7 @@ from gateway.http.auth import new_key
 from gateway.http.protocol import ProxyProtocol
 from gateway.ledger.embedded import EmbeddedStore, die_with_parent
 from gateway.telemetry.logs import Logs
+from gateway.telemetry.workers import Place, workers_folder
 
 log = logging.getLogger("kvgate.serve")
 
@@ -121,16 +122,22 @@ def serve(
         if workers == 1:
             source = _source(config, environ, store)
             return _run_worker(_with_store(settings, store), secrets, listener, store, source)
-        with asyncio.Runner() as runner:
-            return runner.run(_supervise(config, store, listener, workers, environ))
+        with workers_folder() as folder, asyncio.Runner() as runner:
+            places = [Place(Path(folder), number, workers) for number in range(workers)]
+            return runner.run(_supervise(config, store, listener, places, environ))
 
 
 def serve_inherited(
-    config: Path, settings: Settings, secrets: Secrets, descriptor: int, environ: Mapping[str, str]
+    config: Path,
+    settings: Settings,
+    secrets: Secrets,
+    descriptor: int,
+    place: Place,
+    environ: Mapping[str, str],
 ) -> int:
-    """One of several workers: the listening socket is its parent's."""
+    """One of several workers: the listening socket and the folder of its place are its parent's."""
     listener = socket.socket(fileno=descriptor)
-    return _run_worker(settings, secrets, listener, None, _source(config, environ, None))
+    return _run_worker(settings, secrets, listener, None, _source(config, environ, None), place=place)
 
 
 def serve_demo(host: str, port: int, environ: Mapping[str, str]) -> int:
@@ -161,10 +168,11 @@ def _run_worker(
     store: EmbeddedStore | None,
     source: Source,
     ready_line: str = "",
+    place: Place | None = None,
 ) -> int:
     logs = Logs(settings.log.level, settings.log.format)
     try:
-        gateway = Gateway(settings, secrets, source)
+        gateway = Gateway(settings, secrets, source, place)
         server = GatewayServer(gateway, _server_config(gateway, settings), ready_line)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve_until_told(server, listener, store))
@@ -243,7 +251,7 @@ async def _supervise(
     config: Path,
     store: EmbeddedStore | None,
     listener: socket.socket,
-    workers: int,
+    places: Sequence[Place],
     environ: Mapping[str, str],
 ) -> int:
     """Keep workers running until told to stop; they share the socket, and the store through its URL."""
@@ -255,7 +263,9 @@ async def _supervise(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, tell)
     own = {**environ, **({"KVGATE_STORE__URL": store.url} if store else {})}
-    tasks = [loop.create_task(_keep_worker(config, listener, own, told, told_again)) for _ in range(workers)]
+    tasks = [
+        loop.create_task(_keep_worker(config, listener, place, own, told, told_again)) for place in places
+    ]
     supervisor = loop.create_task(store.supervise()) if store else None
     await asyncio.gather(*tasks)
     if supervisor:
@@ -266,6 +276,7 @@ async def _supervise(
 async def _keep_worker(
     config: Path,
     listener: socket.socket,
+    place: Place,
     environ: dict[str, str],
     told: asyncio.Event,
     told_again: asyncio.Event,
@@ -275,16 +286,7 @@ async def _keep_worker(
     It has a session of its own: a terminal sends its interrupt to us alone, and the worker hears it once.
     """
     descriptor = listener.fileno()
-    command = [
-        sys.executable,
-        "-m",
-        "gateway",
-        "serve",
-        "--config",
-        str(config),
-        "--listen-fd",
-        str(descriptor),
-    ]
+    command = _worker_command(config, descriptor, place)
     while not told.is_set():
         worker = await asyncio.create_subprocess_exec(
             *command, env=environ, pass_fds=(descriptor,), preexec_fn=die_with_parent, start_new_session=True
@@ -299,6 +301,13 @@ async def _keep_worker(
                 f"kvgate: a worker ended with status {worker.returncode}; starting another", file=sys.stderr
             )
             await asyncio.sleep(RESTART_SECONDS)
+
+
+def _worker_command(config: Path, descriptor: int, place: Place) -> list[str]:
+    return [
+        sys.executable, "-m", "gateway", "serve", "--config", str(config), "--listen-fd", str(descriptor),
+        "--workers", str(place.count), "--worker", str(place.number), "--workers-folder", str(place.folder),
+    ]  # fmt: skip
 
 
 async def _first(stop: asyncio.Event, ended: asyncio.Task[int]) -> bool:

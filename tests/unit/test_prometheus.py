@@ -3,6 +3,7 @@
 import random
 from typing import Any
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -18,7 +19,9 @@ from gateway.core.events import (
     TokenGaps,
 )
 from gateway.core.outcomes import Code, Outcome
+from gateway.telemetry.counted import Snapshot, Totals
 from gateway.telemetry.prometheus import Metrics
+from gateway.telemetry.workers import RollCall
 
 FLEETS = {"llama": {"short": ["s0", "s1"], "long": ["l0"]}, "qwen": {"all": ["q0"]}}
 CLASSES = ("high", "normal", "low")
@@ -30,10 +33,10 @@ def metrics(inflight: dict[str, int] | None = None) -> Metrics:
     return Metrics(FLEETS, CLASSES, lambda: inflight or {})
 
 
-def samples(source: Metrics) -> Samples:
+def samples(source: Metrics, roll: RollCall | None = None) -> Samples:
     """Every sample; a series that is there twice is an error."""
     found: Samples = {}
-    for family in text_string_to_metric_families(source.render().decode()):
+    for family in text_string_to_metric_families(source.render(roll).decode()):
         for sample in family.samples:
             series = sample.name, frozenset(sample.labels.items())
             assert series not in found
@@ -41,9 +44,9 @@ def samples(source: Metrics) -> Samples:
     return found
 
 
-def value(source: Metrics, name: str, **labels: str) -> float | None:
+def value(source: Metrics, name: str, roll: RollCall | None = None, **labels: str) -> float | None:
     named = {("class" if label == "class_" else label): text for label, text in labels.items()}
-    return samples(source).get((name, frozenset(named.items())))
+    return samples(source, roll).get((name, frozenset(named.items())))
 
 
 def ended(**changes: Any) -> CallEnded:
@@ -222,3 +225,126 @@ def test_requests_cannot_make_series() -> None:
     calls = sum(count for (name, _), count in after.items() if name == "kvgate_admission_requests_total")
     assert calls > 7_000
     assert value(source, "kvgate_refusal_seconds_count", fleet="", reason="model_not_found")
+
+
+# -- several workers ---------------------------------------------------------------------------------------------
+
+
+def roll_of(*workers: Metrics, left: tuple[Metrics, ...] = ()) -> RollCall:
+    answered = dict(enumerate(source.snapshot() for source in workers))
+    return RollCall(answered, [source.snapshot() for source in left], len(left))
+
+
+def gaps_of(source: Metrics, *gaps_ms: float, fleet: str = "llama", pool: str = "short") -> None:
+    source(TokenGaps(fleet, pool, "high", list(gaps_ms)))
+
+
+def test_workers_are_added_up() -> None:
+    one, two = metrics({"llama": 2}), metrics({"llama": 3, "qwen": 1})
+    for source in (one, two, two):
+        source(ended())
+    gaps_of(one, 0.5, 20.0)
+    gaps_of(two, 0.5, 20_000.0)
+    gaps_of(two, 4.0, fleet="qwen", pool="all")
+    one.reload_failed("keys")
+    roll = roll_of(one, two)
+    calls = {"fleet": "llama", "pool": "short", "outcome": "completed", "reason": "", "class_": "normal"}
+    assert value(one, "kvgate_admission_requests_total", roll, **calls) == 3
+    assert value(one, "kvgate_reload_failures_total", roll, file="keys") == 1
+    place = {"fleet": "llama", "pool": "short", "class_": "high"}
+    name = "kvgate_inter_token_seconds"
+    counts = [value(one, f"{name}_bucket", roll, le=le, **place) for le in ("0.001", "0.02", "10.0", "+Inf")]
+    assert counts == [2, 3, 3, 4]
+    assert value(one, f"{name}_count", roll, **place) == 4
+    assert value(one, f"{name}_sum", roll, **place) == pytest.approx(20.021)
+    assert value(one, f"{name}_count", roll, fleet="qwen", pool="all", class_="high") == 1
+    assert value(one, "kvgate_inflight_requests", roll, fleet="llama") == 5
+    assert value(one, "kvgate_inflight_requests", roll, fleet="qwen") == 1
+    assert value(one, "kvgate_scrape_missing_workers", roll) == 0
+
+
+def test_a_page_of_all_leaves_the_own_counts_as_they_are() -> None:
+    one, two = metrics(), metrics()
+    for source in (one, two):
+        gaps_of(source, 1.0)
+    for _ in range(2):
+        one.render(roll_of(one, two))
+    place = {"fleet": "llama", "pool": "short", "class_": "high"}
+    assert value(one, "kvgate_inter_token_seconds_count", **place) == 1
+
+
+def test_a_worker_that_is_away_counts_but_has_no_calls() -> None:
+    """Counters do not go down; what it holds now nobody knows."""
+    one, away = metrics({"llama": 1}), metrics({"llama": 7})
+    for source in (one, away):
+        source(LeaseLost("llama"))
+    one(StoreUp(True))
+    roll = roll_of(one, left=(away,))
+    assert value(one, "kvgate_leases_expired_total", roll, fleet="llama") == 2
+    assert value(one, "kvgate_inflight_requests", roll, fleet="llama") == 1
+    assert value(one, "kvgate_store_up", roll) == 1
+    assert value(one, "kvgate_scrape_missing_workers", roll) == 1
+
+
+def test_the_store_is_up_when_it_answers_every_worker() -> None:
+    one, two = metrics(), metrics()
+    one(StoreUp(True))
+    assert value(one, "kvgate_store_up", roll_of(one, two)) == 0
+    two(StoreUp(True))
+    assert value(one, "kvgate_store_up", roll_of(one, two)) == 1
+
+
+def test_the_state_of_the_store_is_shown_once() -> None:
+    one, two = metrics(), metrics()
+    for source in (one, two):
+        source.set_state("llama", {"queued": {"short": {"low": 4}}})
+    place = {"fleet": "llama", "lane": "short", "class_": "low"}
+    assert value(one, "kvgate_queue_depth", roll_of(one, two), **place) == 4
+
+
+def test_a_process_counts_on_from_the_one_before() -> None:
+    before, after = metrics(), metrics()
+    before(LeaseLost("llama"))
+    gaps_of(before, 0.5, 20.0)
+    after.inherit(before.snapshot().totals)
+    gaps_of(after, 20.0)
+    after(LeaseLost("llama"))
+    assert value(after, "kvgate_leases_expired_total", fleet="llama") == 2
+    place = {"fleet": "llama", "pool": "short", "class_": "high"}
+    assert value(after, "kvgate_inter_token_seconds_sum", **place) == pytest.approx(0.0405)
+    assert value(after, "kvgate_inter_token_seconds_bucket", le="0.001", **place) == 1
+
+
+def test_a_snapshot_is_a_copy_and_can_be_sent() -> None:
+    source = metrics({"llama": 1})
+    source(ended())
+    gaps_of(source, 1.0)
+    taken = source.snapshot()
+    sent = msgspec.msgpack.encode(taken)
+    source(ended())
+    gaps_of(source, 1.0)
+    assert msgspec.msgpack.decode(sent, type=Snapshot) == taken
+    assert taken.totals != source.snapshot().totals
+
+
+def test_what_another_version_counts_is_left_out() -> None:
+    """A worker that was started again may be newer than the others."""
+    source = metrics()
+    source(StoreAnswered(0.2))
+    buckets = {(): ([1, 2], 3.0)}
+    source.inherit(
+        Totals({"kvgate_new": {("a",): 1}}, {"kvgate_store_seconds": buckets, "kvgate_more": buckets})
+    )
+    assert value(source, "kvgate_store_seconds_count") == 1
+    assert not any(name.startswith(("kvgate_new", "kvgate_more")) for name, _ in samples(source))
+
+
+def test_processes_are_told_apart_where_there_are_several() -> None:
+    source = metrics()
+    alone = {labels for name, labels in samples(source) if name.startswith("process_")}
+    assert alone <= {frozenset()}
+    assert value(source, "kvgate_scrape_missing_workers") is None
+    found = samples(source, roll_of(source, metrics()))
+    several = {labels for name, labels in found if name.startswith("process_")}
+    assert several <= {frozenset({("worker", "0")}), frozenset({("worker", "1")})}
+    assert bool(alone) == bool(several)
