@@ -289,7 +289,7 @@ class Gateway:
             for room in self._rooms:
                 self._metrics.set_state(room.fleet.name, await room.state())
         roll = await self._workers.call_roll() if self._workers else None
-        return self._metrics.render(roll), CONTENT_TYPE
+        return await asyncio.to_thread(self._metrics.page(roll)), CONTENT_TYPE
 
     # -- ASGI ----------------------------------------------------------------------------------------------------
 

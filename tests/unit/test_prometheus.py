@@ -36,7 +36,7 @@ def metrics(inflight: dict[str, int] | None = None) -> Metrics:
 def samples(source: Metrics, roll: RollCall | None = None) -> Samples:
     """Every sample; a series that is there twice is an error."""
     found: Samples = {}
-    for family in text_string_to_metric_families(source.render(roll).decode()):
+    for family in text_string_to_metric_families(source.page(roll)().decode()):
         for sample in family.samples:
             series = sample.name, frozenset(sample.labels.items())
             assert series not in found
@@ -217,7 +217,7 @@ def test_requests_cannot_make_series() -> None:
         source(junk_event(chance))
     after = samples(source)
     assert before.keys() == after.keys()
-    assert len(source.render()) < 200_000
+    assert len(source.page()()) < 200_000
     labels = {
         text for _, pairs in after for name, text in pairs if name in ("fleet", "pool", "class", "replica")
     }
@@ -268,7 +268,7 @@ def test_a_page_of_all_leaves_the_own_counts_as_they_are() -> None:
     for source in (one, two):
         gaps_of(source, 1.0)
     for _ in range(2):
-        one.render(roll_of(one, two))
+        one.page(roll_of(one, two))()
     place = {"fleet": "llama", "pool": "short", "class_": "high"}
     assert value(one, "kvgate_inter_token_seconds_count", **place) == 1
 
