@@ -38,6 +38,10 @@ Share = Annotated[float, Meta(ge=0, le=0.5)]
 QueueDepth = Annotated[int, Meta(ge=0, le=100_000)]
 
 
+VALUES_MAX = 5_000_000
+"""Of one file, each as often as it is named: a hundred thousand keys with all their settings are fewer."""
+
+
 class ConfigError(ValueError):
     """A setting is wrong.  Its text is one line without secrets."""
 
@@ -322,7 +326,7 @@ def _parse(text: str, name: str) -> tuple[Any, yaml.Node | None]:
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text)
     try:
         node = loader.get_single_node()
-        _check_node(node, name, frozenset(), set())
+        _check_node(node, name, frozenset(), {})
         return msgspec.to_builtins(None if node is None else loader.construct_document(node)), node
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
@@ -337,24 +341,32 @@ def _parse(text: str, name: str) -> tuple[Any, yaml.Node | None]:
         loader.dispose()
 
 
-def _check_node(node: yaml.Node | None, name: str, above: frozenset[int], done: set[int]) -> None:
-    """Refuse what YAML allows and settings must not have: repeated keys, endless anchors, infinite numbers."""
-    if node is None or id(node) in done:
-        return
+def _check_node(node: yaml.Node | None, name: str, above: frozenset[int], done: dict[int, int]) -> int:
+    """Refuse what YAML allows and settings must not have: repeated keys, endless anchors, infinite numbers, and few
+    lines that stand for millions of values by naming each other.
+
+    Returns how many values the node stands for; `done` has those of the nodes that were looked at.
+    """
+    if node is None:
+        return 0
+    if id(node) in done:
+        return done[id(node)]
     at = f"{name} line {node.start_mark.line + 1}"
     if id(node) in above:
         raise ConfigError("", f"{at}: an anchor that contains itself")
     above |= {id(node)}
+    values = 1
     if isinstance(node, yaml.MappingNode):
         _check_keys_differ(node, name)
-        for _, value in node.value:
-            _check_node(value, name, above, done)
+        values += sum(_check_node(value, name, above, done) for _, value in node.value)
     elif isinstance(node, yaml.SequenceNode):
-        for value in node.value:
-            _check_node(value, name, above, done)
+        values += sum(_check_node(value, name, above, done) for value in node.value)
     elif node.tag == "tag:yaml.org,2002:float" and not _is_finite(node.value):
         raise ConfigError("", f"{at}: {node.value} is not a finite number")
-    done.add(id(node))
+    if values > VALUES_MAX:
+        raise ConfigError("", f"{at}: its anchors stand for more than {VALUES_MAX} values")
+    done[id(node)] = values
+    return values
 
 
 def _check_keys_differ(node: yaml.MappingNode, name: str) -> None:

@@ -8,6 +8,7 @@ why, and `core/lifecycle.py` what that means.
 """
 
 import asyncio
+import contextlib
 import math
 import time
 from functools import partial
@@ -28,6 +29,12 @@ from gateway.upstream.api import Upstream, UpstreamFailed, UpstreamRequest
 
 COUNTED_AT_ONCE_BYTES_MAX = 1024
 """Below this, judging a call by its bytes costs as much as counting its tokens."""
+UNKNOWN_SECONDS = 2.0
+UNKNOWN_TRIES = 3
+"""A replica that only another process's configuration has is given up for one that this process knows, too.  If that
+takes longer than reading the configuration anew, the call asks anew: excluding what it does not know yet, it might
+exclude all that there is, and nobody behind it in its flow would start.
+"""
 ATTEMPTS_MAX = 2
 """A second replica is tried once, while nothing was forwarded."""
 
@@ -60,6 +67,14 @@ class Flow:
             return demand
         call.demand = demand
         call.advance(Event.COUNTED)
+        for _ in range(UNKNOWN_TRIES):
+            with contextlib.suppress(_UnknownReplica):
+                return await self._admit(call, demand, client)
+        words = "the replica is not in this gateway's configuration, which may be about to be read anew"
+        return Refusal(Code.NO_BACKEND, words, retry_ms=1000)
+
+    async def _admit(self, call: Call, demand: Demand, client: Client) -> Refusal | Step | None:
+        """As `_serve`, of one reservation.  Raises _UnknownReplica."""
         reservation = call.fleet.ledger.open(
             call.admission(demand), partial(call.interrupt, Event.LEASE_LOST)
         )
@@ -67,7 +82,7 @@ class Flow:
             answer = await reservation.granted()  # admit, and wait
             while isinstance(answer, Grant):
                 if not call.fleet.engines.knows(answer.replica):
-                    answer = await reservation.moved(answer.replica)
+                    answer = await _elsewhere(reservation, answer.replica)
                     continue
                 failure = await self._stream(call, demand, answer, reservation, client)
                 if failure is None or failure.action is not Action.MOVE:
@@ -154,6 +169,18 @@ class Flow:
             return None
         seconds = self._prefill_times.seconds(grant.replica, demand.prefill)
         return asyncio.get_running_loop().call_later(seconds, reservation.first_token)
+
+
+class _UnknownReplica(Exception):
+    """No place was found on a replica that this process knows."""
+
+
+async def _elsewhere(reservation: Reservation, replica: str) -> Grant | Refusal:
+    try:
+        async with asyncio.timeout(UNKNOWN_SECONDS):
+            return await reservation.moved(replica)
+    except TimeoutError:
+        raise _UnknownReplica from None
 
 
 def _failed(call: Call, demand: Demand, grant: Grant, failed: UpstreamFailed) -> Step:

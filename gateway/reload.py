@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -19,7 +20,7 @@ POLL_SECONDS = 0.4
 
 T = TypeVar("T")
 Stamp = tuple[int, int, int] | None
-"""Inode, bytes and time of change: differs whenever a file was written or replaced.  None = no such file."""
+"""Inode, bytes and time of change: differs whenever a file was written or replaced.  None = no file is there."""
 NEVER: Stamp = (0, 0, 0)
 
 
@@ -27,6 +28,8 @@ def _stamp(path: Path) -> Stamp:
     try:
         status = os.stat(path)
     except OSError:
+        return None
+    if not stat.S_ISREG(status.st_mode):  # reading a pipe would wait for ever
         return None
     return status.st_ino, status.st_size, status.st_mtime_ns
 
@@ -82,10 +85,12 @@ class FileWatch(Generic[T]):
             self._tried = (
                 stamp  # older than what is read now, so a write in between is noticed by the next poll
             )
-            await self._reload()
+            await self._reload(stamp)
 
-    async def _reload(self) -> None:
+    async def _reload(self, stamp: Stamp) -> None:
         try:
+            if stamp is None:
+                raise OSError("it is not there, or is no file")
             found = await asyncio.to_thread(self._read)
             if found == self._used:
                 return

@@ -7,6 +7,7 @@ and the first of its body, no timer for each request.
 import asyncio
 import re
 import secrets
+from collections import deque
 from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
@@ -23,6 +24,12 @@ HEAD_BYTES_MAX = 512 * 1024
 """The parser keeps a head until it is complete.  Beyond anything real, since what arrives is counted by the piece."""
 HEAD_SECONDS = 10.0
 """For a head to arrive, from the connection or its own first byte."""
+PIPELINED_MAX = 16
+"""Requests that may wait behind the answer of another.  With more, or with a body that is more than a buffer full, the
+connection ends after that answer: to leave them unread would hide that the client leaves.
+"""
+UNREAD_SECONDS = 60.0
+"""A client that takes no byte of what is left of an answer for so long has left."""
 NOT_HTTP = Refusal(Code.INVALID_VALUE, "what arrived on this connection is not a valid HTTP/1.1 request")
 _TARGET_BYTES_MAX = 128
 """Of the targets whose parts are remembered."""
@@ -65,7 +72,8 @@ class Cycle(RequestResponseCycle):
         lines = [b"%b: %b\r\n" % header for header in headers if header[0] != b"connection"]
         if not self.keep_alive:
             lines.append(b"connection: close\r\n")
-        if self.chunked_encoding is None and self.scope["method"] != "HEAD" and status not in _WITHOUT_BODY:
+        has_body = self.scope["method"] != "HEAD" and status not in _WITHOUT_BODY
+        if has_body and self.chunked_encoding is None and self.scope["http_version"] != "1.0":
             self.chunked_encoding = True
             lines.append(b"transfer-encoding: chunked\r\n")
         self._head = b"".join((STATUS_LINE[status], *lines, b"\r\n"))
@@ -78,7 +86,7 @@ class Cycle(RequestResponseCycle):
             body = b"%x\r\n%b\r\n" % (len(body), body) if body else b""
             if not more_body:
                 body += b"0\r\n\r\n"
-        else:
+        elif self.chunked_encoding is False:
             self.expected_content_length -= len(body)
             if self.expected_content_length < 0:
                 raise RuntimeError("the answer is longer than its content-length")
@@ -113,20 +121,35 @@ class ProxyProtocol(HttpToolsProtocol):
 
     _reads_head = False
     """A head is expected, or incomplete."""
-    _head_bytes = 0
+    _bytes_beside = 0
+    """Since a head began, or since the last byte of a body: of the head, or of a body's framing."""
     _deadline: Deadline
-    """Of a head; between two requests that of the connection."""
+    """Of a head; between two requests that of the connection, and at its end that of what was not read yet."""
+    _unanswered: deque[RequestResponseCycle]
+    """The request that is being answered, and those behind it."""
+    _unread_bytes = 0
+    """Of answers, when last looked at."""
+    _ends = False
+    """What arrives is dropped: the connection ends with the answer that is under way."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._deadline = Deadline(self.loop, self._on_late)
+        self._unanswered = deque()
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._deadline.close()
+        for cycle in self._unanswered:
+            cycle.disconnected = True
+            cycle.message_event.set()
+        self._unanswered.clear()
+        self.pipeline.clear()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._ends:
+            return
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
@@ -134,10 +157,20 @@ class ProxyProtocol(HttpToolsProtocol):
                 self._read_again(data[upgrade.args[0] :])
         except httptools.HttpParserError:
             self.send_400_response("")
+        self._bytes_beside += len(data)
+        if self._bytes_beside > HEAD_BYTES_MAX + (0 if self._reads_head else len(data)):
+            self.send_400_response("")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """What comes after the head is a trailer, which nobody here reads."""
         if self._reads_head:
-            self._head_bytes += len(data)
-            if self._head_bytes > HEAD_BYTES_MAX:
-                self.send_400_response("")
+            super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        self._bytes_beside = 0
+        super().on_body(body)
+        if self.flow.read_paused and self.pipeline:
+            self._end_after_this()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -147,7 +180,7 @@ class ProxyProtocol(HttpToolsProtocol):
         if self._offers_upgrade():
             return
         self._head_is_over()
-        before, version = self.cycle, self.parser.get_http_version()
+        version = self.parser.get_http_version()
         self.scope["method"] = self.parser.get_method().decode("ascii")
         self.scope["http_version"] = version
         known = _target if len(self.url) <= _TARGET_BYTES_MAX else _target.__wrapped__
@@ -165,8 +198,10 @@ class ProxyProtocol(HttpToolsProtocol):
             keep_alive=version != "1.0" and self.parser.should_keep_alive(),
             on_response=self.on_response_complete,
         )
-        if _is_due(before):
-            self.flow.pause_reading()
+        self._unanswered.append(self.cycle)
+        if len(self._unanswered) > PIPELINED_MAX:
+            self._end_after_this()
+        elif len(self._unanswered) > 1:
             self.pipeline.appendleft((self.cycle, self.app))
         else:
             self._start_asgi_task(self.cycle, self.app)
@@ -178,8 +213,10 @@ class ProxyProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """The next request of the connection may begin, or it waits for one for `timeout_keep_alive` seconds."""
         self.server_state.total_requests += 1
+        if self._unanswered:  # none after a connection that is lost
+            self._unanswered.popleft()
         if self.transport.is_closing():
-            return
+            return self._close()
         self.flow.resume_reading()
         if self.pipeline:
             self._start_asgi_task(*self.pipeline.pop())
@@ -192,13 +229,28 @@ class ProxyProtocol(HttpToolsProtocol):
         A 400 in the middle of another answer would be read as a part of it.
         """
         self._head_is_over()
-        if not (_is_due(self.cycle) and self.cycle.response_started):
+        if not (self._unanswered and self._unanswered[0].response_started):
             self.transport.write(_not_http())
+        self._close()
+
+    def _close(self) -> None:
+        """Once the client has read what there is for it, or has stopped to read."""
         self.transport.close()
+        self._unread_bytes = self.transport.get_write_buffer_size()
+        if self._unread_bytes:
+            self._deadline.set(UNREAD_SECONDS)
+
+    def _end_after_this(self) -> None:
+        """The answer under way is the connection's last one; requests behind it get none."""
+        self._ends = True
+        self._head_is_over()
+        self.flow.resume_reading()
+        self._unanswered[0].keep_alive = False
+        self.pipeline.clear()
 
     def _expect_head(self) -> None:
         self._reads_head = True
-        self._head_bytes = 0
+        self._bytes_beside = 0
         self._deadline.set(HEAD_SECONDS)
 
     def _head_is_over(self) -> None:
@@ -206,9 +258,14 @@ class ProxyProtocol(HttpToolsProtocol):
         self._deadline.clear()
 
     def _on_late(self) -> None:
-        """The answer before it may take as long as it wants."""
-        if self._reads_head and _is_due(self.cycle):
-            self._deadline.set(HEAD_SECONDS)
+        """A head that follows an answer may take as long as that, and the client as long as it reads."""
+        if self._reads_head and self._unanswered:
+            return self._deadline.set(HEAD_SECONDS)
+        before, self._unread_bytes = self._unread_bytes, self.transport.get_write_buffer_size()
+        if self._unread_bytes and (not before or self._unread_bytes < before):
+            self._deadline.set(UNREAD_SECONDS)
+        elif self._unread_bytes:
+            self.transport.abort()
         else:
             self.transport.close()
 
@@ -232,11 +289,6 @@ def _target(url: bytes) -> tuple[str, bytes, bytes]:
     raw_path: bytes = parts.path
     path = raw_path.decode("ascii")
     return unquote(path) if "%" in path else path, raw_path, parts.query or b""
-
-
-def _is_due(answer: RequestResponseCycle | None) -> bool:
-    """A request is complete and its answer is not; None before a connection's first request."""
-    return answer is not None and not answer.response_complete
 
 
 def _not_http() -> bytes:

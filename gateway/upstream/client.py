@@ -191,6 +191,8 @@ class EngineClient(Upstream):
         if self._closed:
             connection.abort()
             raise UpstreamFailed("the upstream client is closed", connecting=True)
+        if not connection.usable:
+            raise UpstreamFailed("the connection was closed at once", connecting=True)
         return connection
 
 

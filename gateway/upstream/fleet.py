@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import msgspec
@@ -250,26 +250,32 @@ class FleetWatch:
     def update(self, specs: Sequence[ReplicaSpec], models: frozenset[str]) -> None:
         """Another configuration, once started.  A replica that it no longer has is forgotten at once.
 
-        One that it changes is asked again what it has, and until then keeps what it had.  Under another URL it is
-        another replica, which has to answer before it is up.
+        A replica is its URL: one that is changed or renamed is asked again what it has, and until then keeps what it
+        had; one of a new URL has to answer before it is up.
         """
-        before, renamed = self._replicas, models != self._models
+        before, other_models = self._replicas, models != self._models
+        by_url = {replica.spec.url: replica for replica in before.values()}
         self._models = models
-        self._replicas = {spec.name: self._continued(before.get(spec.name), spec, renamed) for spec in specs}
-        kept = {id(replica) for replica in self._replicas.values()}
-        for name, replica in before.items():
-            if id(replica) not in kept:
-                self._end(replica)
-                self._changed.discard(name)
+        self._replicas = {
+            spec.name: self._continued(by_url.pop(spec.url, None), spec, other_models) for spec in specs
+        }
+        for replica in by_url.values():
+            self._end(replica)
+        self._changed.intersection_update(self._replicas)
+        for name, replica in self._replicas.items():
+            if name in before and not replica.up:
+                self._tell(replica)  # under another URL: others may still believe that it answers
 
-    def _continued(self, replica: _Replica | None, spec: ReplicaSpec, renamed: bool) -> _Replica:
-        if replica is None or replica.spec.url != spec.url:
+    def _continued(self, replica: _Replica | None, spec: ReplicaSpec, other_models: bool) -> _Replica:
+        if replica is None:
             replica = _Replica(spec)
-        elif replica.spec == spec and not renamed:
+        elif replica.spec == spec and not other_models:
             return replica
         else:
             self._end(replica)
             replica.spec, replica.outdated = spec, replica.up
+            if replica.shape:
+                replica.shape = replace(replica.shape, name=spec.name, pool=spec.pool)
         replica.task = asyncio.create_task(self._watch(replica))
         return replica
 

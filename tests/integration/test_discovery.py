@@ -641,6 +641,30 @@ async def test_another_url_is_another_replica() -> None:
             assert watch.states()[0].spec.url == there.url
 
 
+async def test_a_replica_whose_url_changed_is_told_of_before_it_answers() -> None:
+    async with engine() as here, engine() as there:
+        there.silence()
+        world = World()
+        async with watching(world, spec(here.url)) as watch:
+            await soon(lambda: bool(world.changes))
+            watch.update([spec(there.url)], MODELS)
+            await soon(lambda: len(world.changes) > 1)
+            assert world.changes[-1] == {"a"}
+            assert not watch.is_up("a")
+
+
+async def test_a_renamed_replica_stays_up_and_keeps_what_it_had() -> None:
+    async with engine() as here:
+        world = World()
+        async with watching(world, spec(here.url)) as watch:
+            await soon(lambda: bool(world.changes))
+            watch.update([spec(here.url, "renamed")], MODELS)
+            (state,) = watch.states()
+            assert (state.up, state.shape and state.shape.name) == (True, "renamed")
+            await soon(lambda: {"renamed"} in world.changes)
+            assert watch.is_up("renamed")
+
+
 async def test_the_same_configuration_changes_nothing() -> None:
     async with engine() as here:
         world = World()

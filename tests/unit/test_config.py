@@ -113,6 +113,12 @@ def test_every_pool_has_a_lane(tmp_path: Path) -> None:
     assert loaded(tmp_path, content).fleets[0].lanes == {"short": ("short", "long"), "long": ("long",)}
 
 
+BOMB = "\n".join(
+    ["a: &l0 [x]"] + [f"b{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 10)}]" for n in range(1, 10)]
+)
+"""Ten lines for a billion values."""
+
+
 def test_anchors_are_copies(tmp_path: Path) -> None:
     text = """
     fleets:
@@ -222,6 +228,7 @@ def test_a_name_leads_to_one_fleet(tmp_path: Path, name: str) -> None:
         ("log: {level: info}\nadmin: {}\nlog: {}\n", "kvgate.yaml line 3: key 'log' is already on line 1"),
         ("queue: {depth_max: 1, depth_max: 2}", "key 'depth_max' is already on line 1"),
         ("queue: &a {depth_max: *a}", "an anchor that contains itself"),
+        (BOMB, "its anchors stand for more than 5000000 values"),
         ("queue: {seconds_max: .inf}", ".inf is not a finite number"),
         ("queue: {seconds_max: .NaN}", ".NaN is not a finite number"),
         ("queue: {seconds_max: 1.0e+400}", "1.0e+400 is not a finite number"),

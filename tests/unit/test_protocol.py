@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import re
 import socket
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, cast
@@ -11,11 +12,16 @@ from typing import Any, cast
 import pytest
 import uvicorn
 from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from gateway.http.protocol import Cycle, ProxyProtocol
+from gateway.http.protocol import PIPELINED_MAX, Cycle, ProxyProtocol
 from tests.wire import Wire
 
 HEAD_SECONDS = 0.05
+LARGE_BYTES = 16 << 20
+"""More than the system's buffers take."""
+left: list[bytes] = []
+"""The queries of those that `/until-left` saw leave."""
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -30,6 +36,13 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.start", "status": 200, "headers": [(b"x-names", names)]})
     if scope["path"] == "/slow":
         await asyncio.sleep(3 * HEAD_SECONDS)
+    if scope["path"] == "/until-left":
+        await send({"type": "http.response.body", "body": b"begun", "more_body": True})
+        assert (await receive())["type"] == "http.disconnect"
+        left.append(scope["query_string"])
+        return
+    if scope["path"] == "/large":
+        body = b"x" * LARGE_BYTES
     await send({"type": "http.response.body", "body": f"{scope['method']} {scope['path']} ".encode() + body})
 
 
@@ -182,11 +195,11 @@ class Pipe:
     def resume_reading(self) -> None: ...
 
 
-def cycle(pipe: Pipe, method: str = "POST", keep_alive: bool = True) -> Cycle:
+def cycle(pipe: Pipe, method: str = "POST", keep_alive: bool = True, version: str = "1.1") -> Cycle:
     flow = FlowControl(cast(asyncio.Transport, pipe))
     log = logging.getLogger("test")
     return Cycle(
-        scope=cast(Any, {"type": "http", "method": method}),
+        scope=cast(Any, {"type": "http", "method": method, "http_version": version}),
         transport=cast(asyncio.Transport, pipe),
         flow=flow,
         logger=log,
@@ -295,3 +308,120 @@ async def test_nothing_of_a_connection_is_left_for_the_collector(url: str) -> No
                 await asyncio.sleep(0.01)
     finally:
         gc.enable()
+
+
+async def test_http_1_0_gets_no_chunks() -> None:
+    pipe = Pipe()
+    await answered(cycle(pipe, keep_alive=False, version="1.0"), b"one", b"two", b"")
+    assert pipe.writes == [b"HTTP/1.1 200 OK\r\ndate: now\r\nconnection: close\r\n\r\none", b"two"]
+    assert pipe.closed
+
+
+# -- who leaves, and who does not read -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("leave", [Wire.close, Wire.reset])
+@pytest.mark.parametrize("behind", [b"", request("/b", b"2"), request("/b", b"2") * 5])
+async def test_a_client_with_requests_behind_its_answer_is_seen_to_leave(
+    url: str, behind: bytes, leave: Any
+) -> None:
+    left.clear()
+    wire = await Wire.open(url)
+    await wire.send(request("/until-left?a", b"1") + behind)
+    await wire.head()
+    leave(wire)
+    async with asyncio.timeout(5):
+        while left != [b"a"]:
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    "behind",
+    [
+        request("/b") * PIPELINED_MAX,
+        request("/b", b"x" * 200_000),
+        b"garbage\r\n\r\n",
+        request("/b") + b"\0\r\n",
+    ],
+    ids=["many", "large", "garbage", "garbage behind another"],
+)
+async def test_what_cannot_wait_behind_an_answer_ends_the_connection_with_it(url: str, behind: bytes) -> None:
+    """Nothing that is not of this answer is written into it."""
+    wire = await Wire.open(url)
+    await wire.send(request("/slow", b"1") + behind)
+    async with asyncio.timeout(5):
+        written = await wire._reader.read()
+    assert len(re.findall(rb"HTTP/1.1 \d", written)) <= 1
+    wire.close()
+
+
+@pytest.mark.parametrize("behind", [b"garbage\r\n\r\n", request("/b") + b"garbage\r\n\r\n"])
+async def test_no_400_is_written_into_an_answer_that_has_begun(url: str, behind: bytes) -> None:
+    wire = await Wire.open(url)
+    await wire.send(request("/until-left", b"1"))
+    await wire.head()
+    await wire.send(behind)
+    async with asyncio.timeout(5):
+        assert await wire._reader.read() == b"5\r\nbegun\r\n"
+    wire.close()
+
+
+@pytest.mark.parametrize("path", ["/", "/until-left"])
+async def test_endless_trailers_end_the_connection_and_are_not_kept(
+    url: str, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.setattr("gateway.http.protocol.HEAD_BYTES_MAX", 10_000)
+    kept: list[Any] = []
+    appended = HttpToolsProtocol.on_header
+    monkeypatch.setattr(HttpToolsProtocol, "on_header", lambda *a: (kept.append(a), appended(*a)))
+    wire = await Wire.open(url)
+    with contextlib.suppress(ConnectionError):
+        await wire.send(
+            f"POST {path} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n0\r\n".encode()
+        )
+        for number in range(1000):
+            await wire.send(b"x-%d: %s\r\n" % (number, b"x" * 1000))
+    async with asyncio.timeout(5):
+        with contextlib.suppress(ConnectionError):
+            while await wire._reader.read(65_536):
+                continue
+    assert len(kept) == 2
+    wire.close()
+
+
+async def test_a_long_chunked_body_is_no_framing(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.http.protocol.HEAD_BYTES_MAX", 10_000)
+    wire = await Wire.open(url)
+    await wire.send(b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+    for _ in range(100):
+        await wire.send(b"400\r\n" + b"y" * 1024 + b"\r\n")
+    answer = await wire.ask(b"0\r\n\r\n")
+    assert answer.body == b"POST / " + b"y" * 102_400
+    wire.close()
+
+
+async def test_an_answer_that_nobody_reads_is_dropped_in_time(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.http.protocol.UNREAD_SECONDS", 0.2)
+    lost = asyncio.Event()
+    ended = ProxyProtocol.connection_lost
+    monkeypatch.setattr(ProxyProtocol, "connection_lost", lambda *a: (lost.set(), ended(*a)))
+    wire = await Wire.open(url)
+    wire._reader._transport.pause_reading()  # type: ignore[attr-defined]
+    await wire.send(request("/large", b"", "connection: close"))
+    async with asyncio.timeout(10):
+        await lost.wait()
+    wire.reset()
+
+
+async def test_an_answer_that_is_read_slowly_arrives_whole(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.http.protocol.UNREAD_SECONDS", 0.2)
+    wire = await Wire.open(url)
+    await wire.send(request("/large", b"", "connection: close"))
+    arrived = 0
+    while part := await wire._reader.read(1 << 20):
+        arrived += len(part)
+        await asyncio.sleep(0.05)
+    assert arrived > LARGE_BYTES
+    wire.close()

@@ -135,6 +135,16 @@ async def test_a_file_that_goes_away_leaves_what_it_held(file: File) -> None:
     assert file.failures == 1
 
 
+async def test_a_pipe_in_its_place_is_not_read(file: File) -> None:
+    watch = file.watch()
+    await watch.poll()
+    file.path.unlink()
+    os.mkfifo(file.path)
+    async with asyncio.timeout(5):
+        await polled(watch, 4)
+    assert (file.used, file.failures, file.reads) == (["one"], 1, 1)
+
+
 async def test_the_task_follows_the_file_until_it_is_cancelled(file: File) -> None:
     task = asyncio.create_task(file.watch(poll_seconds=0).run())
     file.write("two")
