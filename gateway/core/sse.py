@@ -131,6 +131,11 @@ class StreamInspector:
     error event of its own.  The outcome depends on the bytes alone, never on the cuts.
     """
 
+    __slots__ = (
+        "_after_failure", "_drop_usage", "_event_bytes_max", "_held", "_overlong", "done", "events", "failure",
+        "started", "usage",
+    )  # fmt: skip
+
     def __init__(self, *, drop_usage: bool = False, event_bytes_max: int = EVENT_BYTES_MAX) -> None:
         """`drop_usage` takes out the `choices: []` usage event, for a client that did not ask for it."""
         self.started = False

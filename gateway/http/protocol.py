@@ -10,7 +10,7 @@ import secrets
 from collections import deque
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 from urllib.parse import unquote
 
 import httptools
@@ -19,6 +19,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from gateway.core.outcomes import Code, Refusal
 from gateway.deadline import Deadline
 from gateway.http.errors import answer_of
+from gateway.http.relay import WRITER
 
 HEAD_BYTES_MAX = 512 * 1024
 """The parser keeps a head until it is complete.  Beyond anything real, since what arrives is counted by the piece."""
@@ -45,6 +46,22 @@ class Cycle(RequestResponseCycle):
 
     _head = b""
     """Not written yet."""
+
+    async def run_asgi(self, app: Any) -> None:
+        try:
+            await super().run_asgi(app)
+        finally:
+            self.scope.pop(
+                "extensions", None
+            )  # it leads back here: the two would stay until the collector comes round
+
+    @property
+    def ready(self) -> bool:
+        begun = self.response_started and not self._head
+        return begun and not (self.flow.write_paused or self.disconnected or self.response_complete)
+
+    def write(self, body: bytes) -> None:
+        self._write(body, more_body=True)
 
     async def send(self, message: Any) -> None:
         """ASGI's; suspends while the client reads too slowly.  Does nothing once it has left."""
@@ -198,6 +215,7 @@ class ProxyProtocol(HttpToolsProtocol):
             keep_alive=version != "1.0" and self.parser.should_keep_alive(),
             on_response=self.on_response_complete,
         )
+        self.scope["extensions"] = cast(Any, {WRITER: self.cycle})
         self._unanswered.append(self.cycle)
         if len(self._unanswered) > PIPELINED_MAX:
             self._end_after_this()

@@ -34,7 +34,7 @@ from gateway.http.body import (
     read_body,
 )
 from gateway.http.errors import Answer, Send, answer_of, error_event, safe_request_id, send_answer
-from gateway.http.relay import AnswerCutOff, AnswerRelay
+from gateway.http.relay import WRITER, AnswerCutOff, AnswerRelay, Writer
 from gateway.steps import Begun
 
 log = logging.getLogger("kvgate.proxy")
@@ -149,6 +149,7 @@ class _Visit:
     """The engine gets this one, so that two clients with one id never collide."""
     incoming: Incoming
     send: Send
+    writer: Writer | None
     began: float
     share: BodyShare
     key: Key | None = None
@@ -189,7 +190,9 @@ class Proxy:
         headers = dict(scope["headers"])
         own_id = secrets.token_hex(16)
         request_id = safe_request_id(headers.get(b"x-request-id"), own_id)
-        visit = _Visit(request_id, own_id, Incoming(receive), send, time.monotonic(), self._bodies.share())
+        writer = scope.get("extensions", {}).get(WRITER)
+        share = self._bodies.share()
+        visit = _Visit(request_id, own_id, Incoming(receive), send, writer, time.monotonic(), share)
         try:
             await self._visit(visit, scope, headers)
         except ClientLeft:
@@ -336,8 +339,10 @@ class Proxy:
             headers += [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
         return headers
 
-    def relay(self, call: Call, send: Send, first_token: Callable[[], None]) -> AnswerRelay:
-        return AnswerRelay(call, send, self.own_headers(call), first_token, self._observer)
+    def relay(self, visit: _Visit, call: Call, first_token: Callable[[], None]) -> AnswerRelay:
+        return AnswerRelay(
+            call, visit.send, visit.writer, self.own_headers(call), first_token, self._observer
+        )
 
     async def refuse(self, visit: _Visit, call: Call, refusal: Refusal) -> None:
         answer = self._answer(refusal)
@@ -415,7 +420,7 @@ class _HttpClient:
         self._relay: AnswerRelay | None = None
 
     def relay(self, call: Call, first_token: Callable[[], None]) -> AnswerRelay:
-        self._relay = self._proxy.relay(call, self._visit.send, first_token)
+        self._relay = self._proxy.relay(self._visit, call, first_token)
         return self._relay
 
     def report_gaps(self) -> None:

@@ -7,7 +7,7 @@ failure as success, and while nothing was forwarded the call can be tried elsewh
 import re
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from typing import Any, Protocol
 
 from gateway.call import Call
 from gateway.core.events import FirstToken, Observer, TokenGaps
@@ -23,6 +23,8 @@ COMMENT_BYTES_MAX = 64 * 1024
 """Comments before the first data event are held too; what exceeds this is dropped."""
 GAPS_REPORTED_SECONDS = 1.0
 """How late telemetry may hear of the times between tokens."""
+WRITER = "kvgate.writer"
+"""The extension of ASGI's scope that has a `Writer`."""
 _ERROR_MEMBER = re.compile(rb'"error"\s*:')
 """Old engines write `{"object": "error", ...}`, which an OpenAI SDK takes for a part of the answer."""
 
@@ -31,19 +33,39 @@ class AnswerCutOff(Exception):
     """An answer that is no stream broke after its head was sent: only closing the connection tells the client."""
 
 
+class Writer(Protocol):
+    """The client's connection, for what needs no waiting; a server that has none is written to through ASGI alone."""
+
+    @property
+    def ready(self) -> bool:
+        """The answer has begun, and its client is there and reads."""
+        ...
+
+    def write(self, body: bytes) -> None:
+        """More of the body.  Only when `ready`."""
+        ...
+
+
 class AnswerRelay:
     """Implements `Relay` for one attempt."""
+
+    __slots__ = (
+        "_call", "_first_token", "_gaps_ms", "_gaps_reported_at", "_headers", "_held", "_last_event_at", "_observer",
+        "_own_headers", "_send", "_status", "_stream", "_writer",
+    )  # fmt: skip
 
     def __init__(
         self,
         call: Call,
         send: Send,
+        writer: Writer | None,
         own_headers: Headers,
         first_token: Callable[[], None],
         observer: Observer,
     ) -> None:
         self._call = call
         self._send = send
+        self._writer = writer
         self._own_headers = own_headers
         self._first_token = first_token
         self._observer = observer
@@ -82,6 +104,20 @@ class AnswerRelay:
         content_type = dict(headers).get(b"content-type", b"")
         if status == 200 and content_type.startswith(b"text/event-stream"):
             self._stream = StreamInspector(drop_usage=not self._call.request.include_usage_asked)
+
+    def take(self, data: bytes) -> bool:
+        stream, writer, call = self._stream, self._writer, self._call
+        if writer is None or stream is None or not call.status or not writer.ready:
+            return False
+        events_before = stream.events
+        forward = stream.feed(data)
+        call.usage, call.output_events = stream.usage, stream.events
+        self._note_event(True, stream.events - events_before)
+        if forward:
+            writer.write(forward)
+        if stream.failure:
+            raise UpstreamFailed(stream.failure)
+        return True
 
     async def body(self, data: bytes) -> None:
         if self._stream is None:

@@ -46,6 +46,11 @@ class Receiver(Protocol):
 
     async def head(self, status: int, headers: Headers) -> None: ...
 
+    def take(self, data: bytes) -> bool:
+        """Take the next bytes of the body if that needs no waiting: no coroutine for each token.  False: nothing was
+        taken, `body` has to."""
+        ...
+
     async def body(self, data: bytes) -> None: ...
 
 

@@ -33,6 +33,13 @@ class Exchange:
     The methods that begin with `on_` are httptools' interface.
     """
 
+    __slots__ = (
+        "__weakref__", "_closed", "_coding_bits", "_deadline", "_decoder", "_decoding", "_ended", "_error", "_failure",
+        "_head_complete", "_head_passed", "_head_refused", "_headers", "_heard", "_idle_counts", "_keeps_alive",
+        "_limit", "_limits", "_loop", "_parser", "_parts", "_receiver", "_status", "_streams", "_suspended",
+        "_transport", "_unread_bytes", "_until_eof", "_woken",
+    )  # fmt: skip
+
     def __init__(
         self, transport: asyncio.Transport, receiver: Receiver, limits: UpstreamLimits, deadline: Deadline
     ) -> None:
@@ -193,10 +200,25 @@ class Exchange:
         """Give the receiver what is there, and the task its end when all was given."""
         if self._suspended is not None or self._error is not None:
             return
+        if self._head_passed and self._decoder is None and len(self._parts) == 1:
+            self._offer()
         if self._head_complete and not self._head_refused and (self._parts or not self._head_passed):
             self._begin(self._deliver())
         if self._ended or self._failure is not None:
             self._wake()
+
+    def _offer(self) -> None:
+        """What nearly every event needs."""
+        try:
+            taken = self._receiver.take(self._parts[0])
+        except BaseException as error:
+            self._error = error
+            self._parts.clear()
+            self._wake()
+            return
+        if taken:
+            self._parts.clear()
+            self._note_progress()
 
     @property
     def _cut_off(self) -> bool:

@@ -34,6 +34,9 @@ class _Page:
         if status != 200:
             raise Unusable(f"{self._url} answers {status}")
 
+    def take(self, data: bytes) -> bool:
+        return False
+
     async def body(self, data: bytes) -> None:
         self.data += data
         if len(self.data) > PAGE_BYTES_MAX:

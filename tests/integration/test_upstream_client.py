@@ -131,6 +131,9 @@ class Sink:
     async def head(self, status: int, headers: Headers) -> None:
         self.status, self.headers = status, list(headers)
 
+    def take(self, data: bytes) -> bool:
+        return False
+
     async def body(self, data: bytes) -> None:
         self.data += data
 

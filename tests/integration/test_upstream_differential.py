@@ -94,6 +94,9 @@ class Sink:
     async def head(self, status: int, headers: Headers) -> None:
         self.status = status
 
+    def take(self, data: bytes) -> bool:
+        return False
+
     async def body(self, data: bytes) -> None:
         self.data += data
 
