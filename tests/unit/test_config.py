@@ -113,9 +113,7 @@ def test_every_pool_has_a_lane(tmp_path: Path) -> None:
     assert loaded(tmp_path, content).fleets[0].lanes == {"short": ("short", "long"), "long": ("long",)}
 
 
-BOMB = "\n".join(
-    ["a: &l0 [x]"] + [f"b{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 10)}]" for n in range(1, 10)]
-)
+BOMB = "\n".join(["a: &l0 [x]"] + [f"b{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 10)}]" for n in range(1, 10)])
 """Ten lines for a billion values."""
 
 
