@@ -26,8 +26,8 @@ HEAD_BYTES_MAX = 512 * 1024
 HEAD_SECONDS = 10.0
 """For a head to arrive, from the connection or its own first byte."""
 PIPELINED_MAX = 16
-"""Requests that may wait behind the answer of another.  With more, or with a body that is more than a buffer full, the
-connection ends after that answer: to leave them unread would hide that the client leaves.
+"""Requests that are read while they wait behind the answer of another.  Those after them, and more of a body than a
+buffer full, are not: until that answer is complete it does not show when the client leaves.
 """
 UNREAD_SECONDS = 60.0
 """A client that takes no byte of what is left of an answer for so long has left."""
@@ -146,8 +146,6 @@ class ProxyProtocol(HttpToolsProtocol):
     """The request that is being answered, and those behind it."""
     _unread_bytes = 0
     """Of answers, when last looked at."""
-    _ends = False
-    """What arrives is dropped: the connection ends with the answer that is under way."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -165,8 +163,6 @@ class ProxyProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._ends:
-            return
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
@@ -186,8 +182,6 @@ class ProxyProtocol(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         self._bytes_beside = 0
         super().on_body(body)
-        if self.flow.read_paused and self.pipeline:
-            self._end_after_this()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -217,12 +211,12 @@ class ProxyProtocol(HttpToolsProtocol):
         )
         self.scope["extensions"] = cast(Any, {WRITER: self.cycle})
         self._unanswered.append(self.cycle)
-        if len(self._unanswered) > PIPELINED_MAX:
-            self._end_after_this()
-        elif len(self._unanswered) > 1:
-            self.pipeline.appendleft((self.cycle, self.app))
-        else:
+        if len(self._unanswered) == 1:
             self._start_asgi_task(self.cycle, self.app)
+            return
+        self.pipeline.appendleft((self.cycle, self.app))
+        if len(self._unanswered) > PIPELINED_MAX:
+            self.flow.pause_reading()
 
     def on_message_complete(self) -> None:
         if not self._offers_upgrade():
@@ -257,14 +251,6 @@ class ProxyProtocol(HttpToolsProtocol):
         self._unread_bytes = self.transport.get_write_buffer_size()
         if self._unread_bytes:
             self._deadline.set(UNREAD_SECONDS)
-
-    def _end_after_this(self) -> None:
-        """The answer under way is the connection's last one; requests behind it get none."""
-        self._ends = True
-        self._head_is_over()
-        self.flow.resume_reading()
-        self._unanswered[0].keep_alive = False
-        self.pipeline.clear()
 
     def _expect_head(self) -> None:
         self._reads_head = True

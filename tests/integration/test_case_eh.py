@@ -416,7 +416,7 @@ async def test_eh02_an_unhandled_exception_beside_the_request_path(
     mock = new_world.mock()
     config, (key,) = new_world.config([{"name": "only", "replicas": [mock.url]}], store=QUICK)
     async with in_process(config, key) as (_, client):
-        monkeypatch.setattr("gateway.telemetry.prometheus.Metrics.render", broken)
+        monkeypatch.setattr("gateway.telemetry.prometheus.Metrics.page", broken)
         check(answer_of(await client.get("/metrics")), Code.INTERNAL_ERROR)
 
 
