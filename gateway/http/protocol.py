@@ -51,9 +51,8 @@ class Cycle(RequestResponseCycle):
         try:
             await super().run_asgi(app)
         finally:
-            self.scope.pop(
-                "extensions", None
-            )  # it leads back here: the two would stay until the collector comes round
+            # It leads back here: the two would stay until the collector comes round.
+            self.scope.pop("extensions", None)
 
     @property
     def ready(self) -> bool:
