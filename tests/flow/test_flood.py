@@ -20,6 +20,21 @@ NOWHERE = "http://127.0.0.1:9"
 """No call here gets as far as its engine: 64k tokens are over the context of 8,192, which only their count can say."""
 COMPLETIONS = "/v1/completions"
 TOKENS = 65_536
+WORDS = [
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "lazy",
+    "dog",
+    "budget",
+    "block",
+    "stream",
+    "token",
+    "cache",
+]
+"""A token each."""
 PROMPTS = 12
 GAP_SECONDS_MAX = 0.025
 ROUNDS = 3
@@ -39,21 +54,7 @@ async def world(store_url: str) -> AsyncIterator[World]:
 def unseen_texts() -> list[str]:
     """64k tokens that no round before has had: one long text, or a history of a hundred messages."""
     chance = random.Random(next(_seeds))
-    words = [
-        "quick",
-        "brown",
-        "fox",
-        "jumps",
-        "over",
-        "lazy",
-        "dog",
-        "budget",
-        "block",
-        "stream",
-        "token",
-        "cache",
-    ]
-    text = " ".join(chance.choices(words, k=TOKENS + 100))
+    text = " ".join(chance.choices(WORDS, k=TOKENS + 100))
     size = len(text) // chance.choice([1, 100]) + 1
     return [text[start : start + size] for start in range(0, len(text), size)]
 

@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from gateway.tokens.tiktoken_counter import COUNT_SECONDS_MAX
+from tests.flow.test_flood import WORDS
 from tests.integration.test_case_el03 import p99
 from tests.processes import QUICK_STORE, GatewayProcess, World
 from tests.wire import Answer, Wire, ask, completion, post
@@ -49,20 +50,6 @@ BUSY_SECONDS = 5.0
 TEXTS = 8
 CHEAP_PART_MAX = 0.25
 """Of the processor time of a count: a megabyte's body and its JSON have to be read all the same."""
-WORDS = [
-    "quick",
-    "brown",
-    "fox",
-    "jumps",
-    "over",
-    "lazy",
-    "dog",
-    "budget",
-    "block",
-    "stream",
-    "token",
-    "cache",
-]
 REFUSED = {(400, "context_length_exceeded"), (429, "capacity_exceeded"), (400, "400")}
 """The second where too much is being counted at once; the last is the engine's own, for whom a million spaces are more
 tokens than for our vocabulary, where they just fit into the context."""
