@@ -24,10 +24,9 @@ import redis
 
 from gateway.core.books import FleetConfig, ReplicaConfig
 from gateway.core.order import BATCH_OPS, DIGEST_MODULUS
-from gateway.ledger import scripts
 from gateway.ledger.embedded import EmbeddedStore
 from gateway.ledger.records import config_arguments, decode_step
-from gateway.ledger.scripts import fleet_keys
+from gateway.ledger.scripts import Library, fleet_keys, library
 
 ROUNDS = 5
 STEPS = 20  # of a kind in a round
@@ -38,8 +37,6 @@ LEASE_MS, HEARTBEAT_MS = 6_000, 1_000
 UNLIMITED = 10**9
 
 Op = list[Any]
-Texts = Callable[[str], str]
-"""A script's text by its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +54,12 @@ class Figure:
 class Fleet:
     """One fleet in the store, and owners that send batches."""
 
-    def __init__(self, client: "redis.Redis", name: str, texts: Texts, replicas: int, limit: int) -> None:
+    def __init__(self, client: "redis.Redis", name: str, scripts: Library, replicas: int, limit: int) -> None:
         self._client = client
         self._random = random.Random(name)
         self._batches: dict[str, int] = {}
-        self._shas = {script: client.script_load(texts(script)) for script in ("step", "hello", "configure")}
+        self._function = scripts.function
+        client.function_load(scripts.text, replace=True)
         self._reading_us = median([-self._used_us() + self._used_us() for _ in range(STEPS)])
         self.keys = fleet_keys(name)
         self.now = 1_000_000
@@ -82,7 +80,7 @@ class Fleet:
         assert self.step("a", [["Y"]])[0][5] == [["open"]]
 
     def _evaluate(self, script: str, *arguments: Any) -> Any:
-        return self._client.evalsha(self._shas[script], len(self.keys), *self.keys, self.now, *arguments)
+        return self._client.fcall(self._function(script), len(self.keys), *self.keys, self.now, *arguments)
 
     def hello(self, owner: str) -> None:
         self._evaluate("hello", owner)
@@ -98,9 +96,8 @@ class Fleet:
         for ops in batches:
             self._batches[owner] += 1
             packed = [msgspec.msgpack.encode(op) for op in ops]
-            pipeline.evalsha(
-                self._shas["step"], len(self.keys), *self.keys, self.now, owner, self._batches[owner], "wake:", *packed
-            )  # fmt: skip
+            arguments = (self.now, owner, self._batches[owner], "wake:", *packed)
+            pipeline.fcall(self._function("step"), len(self.keys), *self.keys, *arguments)
         before = self._used_us()
         replies = pipeline.execute()
         used = self._used_us() - before - self._reading_us
@@ -176,7 +173,7 @@ def _call_batches(fleet: Fleet, calls: int) -> list[list[Op]]:
     return [s + f + a for s, f, a in zip(nothing + settles, [[], *firsts, []], admits + nothing, strict=True)]
 
 
-def cost(client: "redis.Redis", ours: Texts, theirs: Texts | None) -> Iterator[Figure]:
+def cost(client: "redis.Redis", ours: Library, theirs: Library | None) -> Iterator[Figure]:
     sides = {"": Fleet(client, "cost", ours, 4, UNLIMITED)}
     if theirs:
         sides[", the other checkout"] = Fleet(client, "cost-other", theirs, 4, UNLIMITED)
@@ -202,7 +199,7 @@ class Full:
     """All replicas full, and so many calls wait."""
 
     def __init__(self, client: "redis.Redis", name: str, waiters: int) -> None:
-        self.fleet = Fleet(client, name, product_text, REPLICAS, LIVE // REPLICAS * BLOCKS)
+        self.fleet = Fleet(client, name, library(), REPLICAS, LIVE // REPLICAS * BLOCKS)
         empty = self.fleet.bytes_used()
         self.running = self.fleet.fill("a", LIVE // REPLICAS * REPLICAS)
         reserved = self.fleet.bytes_used()
@@ -233,7 +230,7 @@ class Roomy:
     """Room on all replicas, and so many calls run."""
 
     def __init__(self, client: "redis.Redis", name: str, live: int) -> None:
-        self.fleet = Fleet(client, name, product_text, REPLICAS, UNLIMITED)
+        self.fleet = Fleet(client, name, library(), REPLICAS, UNLIMITED)
         self.fleet.fill("a", live)
 
     def admits_and_settles(self) -> float:
@@ -307,11 +304,7 @@ def reap(fleet: Fleet, what: str) -> Iterator[Figure]:
 # -- the command ---------------------------------------------------------------------------------------------------
 
 
-def product_text(name: str) -> str:
-    return scripts.load(name).text
-
-
-def checkout_text(folder: Path) -> Texts:
+def library_of(folder: Path) -> Library:
     """The scripts of another checkout, put together by its own loader."""
     spec = importlib.util.spec_from_file_location("other_scripts", folder / "gateway/ledger/scripts.py")
     assert spec
@@ -319,7 +312,7 @@ def checkout_text(folder: Path) -> Texts:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
-    return lambda name: str(module.load(name).text)
+    return Library(module.library().name, module.library().text)
 
 
 def show(figures: Iterator[Figure]) -> list[Figure]:
@@ -344,7 +337,7 @@ def main() -> int:
     store.start()
     client = redis.Redis(unix_socket_path=str(store.socket), protocol=2)
     try:
-        figures = show(cost(client, product_text, options.against and checkout_text(options.against)))
+        figures = show(cost(client, library(), options.against and library_of(options.against)))
         figures += show(scale(client))
     finally:
         client.close()

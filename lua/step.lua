@@ -1,23 +1,21 @@
-#!lua flags=allow-oom
 -- One batch of one owner: the only script of the hot path.  All of an op happens or, when it is malformed, nothing.
--- ARGV: now (ms, '' = the server's TIME), owner, batch number, prefix of the wake channels, then the ops, each a
+-- args: now (ms, '' = the server's TIME), owner, batch number, prefix of the wake channels, then the ops, each a
 --   cmsgpack array of its letter and its arguments
 -- Reply: {'ok', epoch, clock, policy, more, results, outbox}; results: cmsgpack of an array for each op, since a reply
 --     of arrays costs the store, and whoever reads it, more than carrying the ops out
 --      | {'epoch', epoch, clock, policy}: the store was restarted, re-declare, then send the same batch again
 --      | {'fenced'} no such session | {'stale'} a later batch was executed | {'unconfigured'}
---- @late "commands/admit"
---- @late "commands/claim"
---- @late "commands/first_token"
---- @late "commands/resize"
---- @late "commands/move"
---- @late "commands/settle"
---- @late "commands/redeclare"
---- @late "commands/heartbeat"
---- @late "commands/declared"
+--- @include "commands/admit"
+--- @include "commands/claim"
+--- @include "commands/first_token"
+--- @include "commands/resize"
+--- @include "commands/move"
+--- @include "commands/settle"
+--- @include "commands/redeclare"
+--- @include "commands/heartbeat"
+--- @include "commands/declared"
 --- @include "lib/dispatch"
 --- @include "lib/owners"
-local NOW, OWNER, BATCH, WAKE = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
 local FIRST_OP, VALUES_MAX = 5, 32
 
 local COMMANDS = {
@@ -50,10 +48,10 @@ local function values_of(packed, limit)
 end
 
 -- Each op's values, or the error of reading it.
-local function read_ops()
+local function read_ops(args)
   local ops = {}
-  for i = FIRST_OP, #ARGV do
-    local ok, op = pcall(values_of, ARGV[i], VALUES_MAX)
+  for i = FIRST_OP, #args do
+    local ok, op = pcall(values_of, args[i], VALUES_MAX)
     ops[#ops + 1] = ok and op or {failure = op}
   end
   return ops
@@ -69,51 +67,60 @@ local function prefetch(ops)
   if #ids > 0 then rows.prefetch(records.calls, ids) end
 end
 
-local function execute(op)
+local function execute(owner, op)
   if op.failure then error(op.failure, 0) end
-  local command = books.need(COMMANDS[op[1]] or error('unknown op', 0))
+  local command = COMMANDS[op[1]] or error('unknown op', 0)
   command.check(op)
-  return command.run(OWNER, unpack(op, 2))
+  return command.run(owner, unpack(op, 2))
 end
 
 local function error_text(failure)
   return type(failure) == 'table' and failure.err or tostring(failure)
 end
 
-local function execute_all()
-  local ops, results = read_ops(), {}
+local function execute_all(owner, args)
+  local ops, results = read_ops(args), {}
   prefetch(ops)
   for i = 1, #ops do
-    local ok, result = pcall(execute, ops[i])
+    local ok, result = pcall(execute, owner, ops[i])
     results[i] = ok and result or {'error', error_text(result)}
   end
   return results
 end
 
-local config = books.read_meta()
-if not config then return {'unconfigured'} end
-books.open(config, NOW)
-
-local meta, session = books.meta, rows.fetch(records.sessions, OWNER)
-if not session or BATCH < session.batch then
-  books.write(WAKE)
-  return {session and 'stale' or 'fenced'}
+-- The owner's session, or the reply to a batch that is not carried out.
+local function begin_batch(owner, batch)
+  local meta, session = books.meta, rows.fetch(records.sessions, owner)
+  if not session or batch < session.batch then return nil, {session and 'stale' or 'fenced'} end
+  owners.renew_lease(owner)
+  rows.store(records.sessions, owner, session)
+  if session.told ~= meta.epoch then
+    session.told = meta.epoch
+    return nil, {'epoch', meta.epoch, meta.clock, meta.policy}
+  end
+  books.replayed = batch == session.batch
+  session.batch = batch
+  return session, nil
 end
-owners.renew_lease(OWNER)
-rows.store(records.sessions, OWNER, session)
-if session.told ~= meta.epoch then
-  session.told = meta.epoch
-  books.write(WAKE)
-  return {'epoch', meta.epoch, meta.clock, meta.policy}
-end
-books.replayed = BATCH == session.batch
-session.batch = BATCH
 
-local more = owners.reap()
-more = owners.expire() or more
-owners.open_gate()
-local results = execute_all()
-dispatch.run()
-books.write(WAKE)
-if meta.dirty > 0 and meta.opens_at == 0 then more = true end -- behind a closed gate nothing can be done yet
-return {'ok', meta.epoch, meta.clock, meta.policy, more and 1 or 0, cmsgpack.pack(results), owners.outbox(OWNER)}
+function step.run(keys, args)
+  local now, owner, batch, wake = args[1], args[2], tonumber(args[3]), args[4]
+  books.begin(keys)
+  local config = books.read_meta()
+  if not config then return {'unconfigured'} end
+  books.open(config, now)
+  local meta = books.meta
+  local session, reply = begin_batch(owner, batch)
+  if not session then
+    books.write(wake)
+    return reply
+  end
+  local more = owners.reap()
+  more = owners.expire() or more
+  owners.open_gate()
+  local results = execute_all(owner, args)
+  dispatch.run()
+  books.write(wake)
+  if meta.dirty > 0 and meta.opens_at == 0 then more = true end -- behind a closed gate nothing can be done yet
+  return {'ok', meta.epoch, meta.clock, meta.policy, more and 1 or 0, cmsgpack.pack(results), owners.outbox(owner)}
+end

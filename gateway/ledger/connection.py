@@ -16,13 +16,12 @@ from redis.exceptions import RedisError
 from gateway.core.events import Observer, StoreAnswered
 from gateway.ledger.address import Address, Kind, Server, parse
 from gateway.ledger.cluster import Cluster
-from gateway.ledger.scripts import fleet_keys, load
+from gateway.ledger.scripts import fleet_keys, library
 from gateway.ledger.sentinel import Sentinels
 from gateway.ledger.wire import StoreAway, Take, Wire, connect
 
 log = logging.getLogger(__name__)
 
-SCRIPTS = ("step", "hello", "configure", "page", "snapshot")
 REPLY_SECONDS = 1.0
 """A store that has not answered by then is away; commands are idempotent, so they are simply sent again."""
 LISTEN_AGAIN_SECONDS = 0.25
@@ -203,21 +202,26 @@ class Connection:
         try:
             async with asyncio.timeout(self._reply_seconds):
                 info = await self._connect()
+        except StoreAway:
+            self.close()
+            raise
         except (OSError, TimeoutError) as failure:
             self.close()
             raise StoreAway(f"{type(failure).__name__}: {failure}") from failure
-        if b"role:master" not in info:
-            self.close()
-            raise StoreAway("it is a replica")
         self.run_id = _RUN_ID.findall(info)[0].decode()
         self._watching = self._finder.watch(lambda: self._wire.end("the primary is another server now"))
 
     async def _connect(self) -> bytes:
-        """In one round trip once the server is found; the answer is what it says of itself."""
+        """In one round trip where the library is loaded; the answer is what it says of itself."""
         server = await self._finder.find(self._wire.why)
         wire = self._wire = await connect(self._address, server, self._finder.make_wire)
-        loads = [wire.submit(("SCRIPT", "LOAD", load(name).text)) for name in SCRIPTS]
-        *_, info = await asyncio.gather(*loads, wire.submit(("INFO", "server", "replication")))
+        listed = wire.submit(("FUNCTION", "LIST", "LIBRARYNAME", library().name))
+        info = await wire.submit(("INFO", "server", "replication"))
+        if b"role:master" not in info:
+            raise StoreAway("it is a replica")
+        if not await listed:
+            # Another gateway may have been quicker; replacing a library by the same one changes nothing.
+            await wire.submit(("FUNCTION", "LOAD", "REPLACE", library().text))
         return bytes(info)
 
     def close(self) -> None:
@@ -231,7 +235,7 @@ class Connection:
 
         `take` gets the reply as it arrives, its result is what the caller awaits.  Raises StoreAway when awaited.
         """
-        command = ("EVALSHA", load(script).sha, len(self._keys), *self._keys, *arguments)
+        command = ("FCALL", library().function(script), len(self._keys), *self._keys, *arguments)
         loop, wire, started = asyncio.get_running_loop(), self._wire, time.monotonic()
         late = loop.call_later(self._reply_seconds, wire.end, f"no reply within {self._reply_seconds:g} s")
 

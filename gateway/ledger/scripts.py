@@ -1,4 +1,7 @@
-"""The Lua scripts: spliced from `lua/` at load, run by EVALSHA.
+"""The Lua scripts: functions of one library, spliced from `lua/`, run by FCALL.
+
+The store makes a library's functions once, when it is loaded; those of a script of EVALSHA at every run, which was
+half of a small step.  A library outlives the store's restart where its data does, and follows it to its replicas.
 
 `--- @include "lib/x"` puts the module `lua/lib/x.lua` there, once; a cycle cannot be, because a module that is being
 spliced already counts as present.  The wheel carries the files as `gateway/_lua`; in a checkout they are `./lua`.
@@ -10,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-_INCLUDE = re.compile(r'^--- @(include|late) "([a-z_/]+)"$', re.MULTILINE)
+_INCLUDE = re.compile(r'^--- @include "([a-z_/]+)"$', re.MULTILINE)
 
 KEY_NAMES = (
     "meta",
@@ -32,13 +35,6 @@ KEY_NAMES = (
 """Every script declares all of them, in this order; `docs/ledger.md` says what each holds."""
 
 
-@dataclass(frozen=True, slots=True)
-class Script:
-    name: str
-    text: str
-    sha: str
-
-
 def key_prefix(fleet: str) -> str:
     """All keys of a fleet live in one hash slot."""
     return f"{{kvgate:{fleet}}}:"
@@ -54,45 +50,60 @@ def script_folder() -> Path:
     return shipped if shipped.is_dir() else package.parent / "lua"
 
 
+@dataclass(frozen=True, slots=True)
+class Library:
+    """The name says which text it is: gateways of two versions call their own functions in one store."""
+
+    name: str
+    text: str
+
+    def function(self, script: str) -> str:
+        return f"{self.name}_{script}"
+
+
 @cache
-def load(name: str) -> Script:
+def library() -> Library:
     """Raises FileNotFoundError where the installation lacks its scripts."""
-    text = splice(script_folder(), name)
-    return Script(name, text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
+    return assemble(splice(script_folder(), "kvgate"))
 
 
-def splice(folder: Path, name: str) -> str:
-    """The script with the modules that it and they name, in the place of its first such line.
+@cache
+def snapshot_script() -> str:
+    """`snapshot` for EVAL: who only reads must not have to load anything.  Raises FileNotFoundError."""
+    module = (script_folder() / "snapshot.lua").read_text()
+    return (
+        f"#!lua flags=no-writes,allow-oom\nlocal snapshot = {{}}\n{module}return snapshot.run(KEYS, ARGV)\n"
+    )
 
-    A module is a table of its file's name; what else its file declares is its own.  The store makes all functions of a
-    script at each run, so the block of an included module ends the life of its locals, and a late one is a function
-    that makes its module when it is called.  Tables are declared before all modules: two may use each other's.
+
+def assemble(spliced: str) -> Library:
+    name = "kvgate_" + hashlib.sha1(spliced.encode(), usedforsecurity=False).hexdigest()[:16]
+    return Library(name, f"#!lua name={name}\nlocal LIBRARY = '{name}'\n{spliced}")
+
+
+def splice(folder: Path, root: str) -> str:
+    """The file `root` with the modules that it and they name, in the place of its first such line.
+
+    A module is a table of its file's name; what else its file declares is its own.  All tables are declared before the
+    first module: two may use each other's functions.
     """
     modules: dict[str, str] = {}
 
-    def add(how: str, fragment: str) -> None:
+    def add(fragment: str) -> None:
         if fragment in modules:
             return
         modules[fragment] = ""  # present, so that a cycle ends; its place comes after what it needs
         text = (folder / f"{fragment}.lua").read_text()
         for found in _INCLUDE.findall(text):
-            add(*found)
+            add(found)
         del modules[fragment]
-        modules[fragment] = _module(how, Path(fragment).name, _INCLUDE.sub("", text).strip("\n"))
+        body = _INCLUDE.sub("", text).strip("\n")
+        modules[fragment] = f"do\n{body}\nend"
 
-    script = (folder / f"{name}.lua").read_text()
-    for found in _INCLUDE.findall(script):
-        add(*found)
-    tables = ", ".join(Path(fragment).name for fragment in modules)
-    spliced = f"local {tables}\n" + "\n".join(modules.values())
-    return _INCLUDE.sub("", _INCLUDE.sub(lambda _: spliced, script, count=1))
-
-
-def _module(how: str, table: str, body: str) -> str:
-    functions = re.findall(rf"^function {table}\.(\w+)", body, re.MULTILINE)
-    room = ", ".join(
-        f"{name} = 0" for name in functions
-    )  # a table that has to grow is made anew at each doubling
-    if how == "late":
-        return f"{table} = function()\nlocal {table} = {{{room}}}\n{body}\nreturn {table}\nend"
-    return f"{table} = {{{room}}}\ndo\n{body}\nend"
+    text = (folder / f"{root}.lua").read_text()
+    for found in _INCLUDE.findall(text):
+        add(found)
+    tables = [Path(fragment).name for fragment in modules]
+    declared = f"local {', '.join(tables)} = {', '.join('{}' for _ in tables)}\n"
+    spliced = declared + "\n".join(modules.values())
+    return _INCLUDE.sub("", _INCLUDE.sub(lambda _: spliced, text, count=1))

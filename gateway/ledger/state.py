@@ -8,7 +8,7 @@ from typing import Any
 from gateway.ledger.address import parse
 from gateway.ledger.connection import finder
 from gateway.ledger.records import decode_record
-from gateway.ledger.scripts import KEY_NAMES, fleet_keys, load
+from gateway.ledger.scripts import KEY_NAMES, fleet_keys, snapshot_script
 from gateway.ledger.wire import StoreAway, Wire, connect
 
 PAGE_SIZE = 500
@@ -33,11 +33,11 @@ async def _reader(url: str, fleet: str) -> AsyncIterator[Wire]:
 
 
 async def _read(wire: Wire, fleet: str, name: str) -> dict[str, bytes]:
-    script, keys, cursor = load("snapshot"), fleet_keys(fleet), b"0"
+    keys, cursor = fleet_keys(fleet), b"0"
     found: dict[str, bytes] = {}
     while True:
         index = KEY_NAMES.index(name) + 1
-        page = await wire.submit(("EVAL", script.text, len(keys), *keys, index, cursor, PAGE_SIZE))
+        page = await wire.submit(("EVAL", snapshot_script(), len(keys), *keys, index, cursor, PAGE_SIZE))
         items = page[3:]
         found.update((item.decode(), value) for item, value in zip(items[::2], items[1::2], strict=True))
         cursor = page[0]

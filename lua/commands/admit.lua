@@ -1,10 +1,10 @@
 --- @include "lib/owners"
 --- @include "lib/dispatch"
 --- @include "lib/check"
---- @late "commands/claim"
---- @late "lib/refusals"
---- @late "lib/appointments"
---- @late "lib/queue"
+--- @include "commands/claim"
+--- @include "lib/refusals"
+--- @include "lib/appointments"
+--- @include "lib/queue"
 -- A id key class lane blocks sequences prefill cost wait_ms weight blocks_max requests_max queue_max prefer exclude
 -- charge: admit.  grant replica | ticket position wait_ms | refused code knob measured limit retry_ms
 
@@ -22,10 +22,10 @@ end
 
 -- Refusals that no waiting can change.
 local function refuse_outright(call)
-  if not has_backend(call) then return books.need(refusals).backend(call) end
+  if not has_backend(call) then return refusals.backend(call) end
   local key = rows.fetch(records.keys, call.key)
   if (key.blocks_max >= 0 and call.blocks > key.blocks_max) or key.requests_max == 0 then
-    return books.need(refusals).cap(call, key)
+    return refusals.cap(call, key)
   end
   return nil
 end
@@ -58,7 +58,7 @@ local function enqueue(id, call)
     rows.store(records.flows, name, flow)
   end
   books.owned[call.owner .. ':' .. id] = true
-  books.need(queue).join(id, call)
+  queue.join(id, call)
 end
 
 function admit.check(op)
@@ -78,7 +78,7 @@ end
 function admit.run(owner, id, key, class, lane, blocks, sequences, prefill, cost, wait_ms, weight, blocks_max,
                    requests_max, queue_max, prefer, exclude, charge)
   if owners.foreign(owner, id) then return {'refused', 'id', '', 0, 0, 0} end
-  if rows.fetch(records.calls, id) then return books.need(claim).run(owner, id) end
+  if rows.fetch(records.calls, id) then return claim.run(owner, id) end
   if not books.config.pools[lane] or not books.config.shares[class] then
     return {'refused', 'settings', '', 0, 0, drain.FIRST_APPOINTMENT_MS}
   end
@@ -96,9 +96,9 @@ function admit.run(owner, id, key, class, lane, blocks, sequences, prefill, cost
     reserve.take(id, call, replica, 'reserved')
     return {'grant', replica.name}
   end
-  refusal = books.need(refusals).to_queue(call, queue_max, wait_ms)
+  refusal = refusals.to_queue(call, queue_max, wait_ms)
   if refusal then return refusal end
-  local wait = books.need(appointments).wait_told(call)
+  local wait = appointments.wait_told(call)
   enqueue(id, call)
   return {'ticket', flows.line(lane, class).waiting, wait}
 end

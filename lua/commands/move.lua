@@ -1,6 +1,6 @@
 --- @include "lib/owners"
 --- @include "lib/check"
---- @late "lib/queue"
+--- @include "lib/queue"
 -- M id exclude: back into the queue at the old place, not on these replicas, without paying twice.
 -- ticket position wait_ms | grant replica, where it moved before | gone
 
@@ -16,7 +16,7 @@ end
 
 local function unhold_excluded(id, call)
   for _, name in ipairs(call.exclude) do
-    if books.replicas[name] and books.replicas[name].held_for == id then books.need(queue).unhold(id) end
+    if books.replicas[name] and books.replicas[name].held_for == id then queue.unhold(id) end
   end
 end
 
@@ -38,7 +38,7 @@ function move.run(owner, id, exclude)
     books.meta.dirty = 1
   else
     reserve.vacate(id, call)
-    books.need(queue).join(id, call)
+    queue.join(id, call)
     reserve.correct(call, -call.charged)
     call.charged, call.prefilling, call.replica, call.attempt = 0, 0, '', call.attempt + 1
     rows.store(records.calls, id, call)

@@ -1,6 +1,6 @@
 --- @include "lib/owners"
 --- @include "lib/check"
---- @late "lib/queue"
+--- @include "lib/queue"
 -- R id replica key class lane blocks sequences prefill cost weight blocks_max requests_max force: a running call says
 -- where it runs, after its owner lost its lease or the store its data.
 -- same | declared | no_room | refused id | error text
@@ -39,7 +39,7 @@ function redeclare.run(owner, id, name, key, class, lane, blocks, sequences, pre
   if not books.replicas[name] and force == 1 then add_removed(name) end
   local replica = books.replicas[name]
   if not replica or (force == 0 and not has_room(replica, blocks, sequences)) then return {'no_room'} end
-  if known then books.need(queue).withdraw(id, known) end
+  if known then queue.withdraw(id, known) end
   flows.set_policy(key, weight, blocks_max, requests_max)
   books.meta.arrivals = books.meta.arrivals + 1
   local call = {state = 'none', owner = owner, replica = '', key = key, class = class, lane = lane, blocks = blocks,

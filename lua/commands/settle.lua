@@ -1,6 +1,6 @@
 --- @include "lib/owners"
 --- @include "lib/check"
---- @late "lib/queue"
+--- @include "lib/queue"
 -- S id used cost: give back from any state.  used: blocks really used, cost: block-seconds really held, -1 = unknown.
 -- withdrawn | released | settled | gone
 
@@ -14,7 +14,7 @@ function settle.run(owner, id, _, cost)
   local call = owners.mine(owner, id)
   if not call then return {'gone'} end
   if call.state == 'queued' then
-    books.need(queue).withdraw(id, call)
+    queue.withdraw(id, call)
     return {'withdrawn'}
   end
   if call.state == 'unclaimed' then

@@ -2,43 +2,43 @@
 --- @include "lib/rows"
 --- @include "lib/zsets"
 -- The content of one fleet's keys while a script runs, and the ledger clock.
--- KEYS, the same in every script: docs/ledger.md has the table.
-local META = KEYS[1]
 local LAYOUT, WORK = 1, 64
 
+local meta_key -- of the fleet
 local pools -- name -> rows of its replicas
-local made = {} -- late modules
+local run -- of the server process that this library is loaded in
 
-books = {
-  meta = nil, -- layout, epoch, policy, clock, wall, opens_after, opens_at, arrivals, dirty (integers), run
-  config = nil, -- lease_ms, heartbeat_ms, overtake_blocks, lanes, classes, pools (lane -> pools), shares
-  replicas = records.replicas.known, -- name -> row, all of them
-  changed = {}, -- scalars of META that seldom change, as arguments of HSET
-  work = WORK, -- units left of what one script does: a grant, parking, hold or expiry is one
-  waiting = 0, -- calls in the queue, of all lanes
-  replayed = false, -- this batch was executed before
-  owned = {}, -- members of the zsets OWNED and OUTBOX to add (true) or remove (false)
-  outbox = {},
-  wakes = {}, -- owners with new grants
-  holds = 0, -- replicas that are held for a call, at most
-  room = 0, -- rises when a replica has more room or is no longer held: until then what did not fit does not fit
-  moves = 0, -- rises when anything else changes that decides who starts next
-  horizon = {}, -- line -> last member of ORDER that a dispatch looks at; what comes after it decides nothing
-}
+-- What stays true from one run to the next, of any fleet and whatever else writes to the store: what a text says.
+local last_config = {packed = nil, config = nil}
+local last_rows = {} -- name of a replica -> {packed, row}
+local whole = false -- the last run went to its end: these are what their texts say
 
--- A late module, made at its first use: the store makes all functions of a script at each run, and most need few.
-function books.need(make)
-  local module = made[make]
-  if not module then
-    module = make()
-    made[make] = module
-  end
-  return module
+-- Nothing of the last run is left.  keys, the same in every script: docs/ledger.md has the table.
+function books.begin(keys)
+  if not whole then last_rows = {} end
+  meta_key, whole, pools = keys[1], false, nil
+  records.open(keys)
+  zsets.open(keys)
+  books.replicas = records.replicas.known -- name -> row, all of them
+  books.changed = {} -- scalars of the fleet that seldom change, as arguments of HSET
+  books.work = WORK -- units left of what one script does: a grant, parking, hold or expiry is one
+  books.waiting = 0 -- calls in the queue, of all lanes
+  books.replayed = false -- this batch was executed before
+  books.owned, books.outbox = {}, {} -- members of these zsets to add (true) or remove (false)
+  books.wakes = {} -- owners with new grants
+  books.holds = 0 -- replicas that are held for a call, at most
+  books.room = 0 -- rises when a replica has more room or is no longer held: until then what did not fit does not fit
+  books.moves = 0 -- rises when anything else changes that decides who starts next
+  books.horizon = {} -- line -> last member of ORDER that a dispatch looks at; what comes after it decides nothing
+  books.stuck = {} -- lane -> room + moves when nothing could be done in it
+  books.unfit = {} -- call -> room when it found no place
+  books.bounds = {} -- pool -> most blocks free on a replica of it (all, on an idle one) when somebody found no place
+  books.bounds_room = 0 -- room when they were taken
 end
 
 -- The packed settings, false where this store was never configured; an error where another layout is in use.
 function books.read_meta()
-  local values = redis.call('HMGET', META, 'config', 'layout', 'run', 'epoch', 'policy', 'clock', 'wall', 'opens_after',
+  local values = redis.call('HMGET', meta_key, 'config', 'layout', 'run', 'epoch', 'policy', 'clock', 'wall', 'opens_after',
     'opens_at', 'arrivals', 'dirty')
   if values[2] and tonumber(values[2]) ~= LAYOUT then
     error({err = 'LAYOUT the store holds layout ' .. values[2] .. ', this kvgate uses ' .. LAYOUT})
@@ -63,7 +63,7 @@ function books.set(name, value)
 end
 
 -- packed: {lease_ms, heartbeat_ms, overtake_blocks, {{lane, pools}...}, {{class, share}...}}.
-local function read_config(packed)
+local function config_of(packed)
   local values = cmsgpack.unpack(packed)
   local lanes, pools_of, classes, shares = {}, {}, {}, {}
   for i, lane in ipairs(values[4]) do
@@ -74,15 +74,30 @@ local function read_config(packed)
     classes[i] = class[1]
     shares[class[1]] = class[2]
   end
-  books.config = {lease_ms = values[1], heartbeat_ms = values[2], overtake_blocks = values[3], lanes = lanes,
+  return {lease_ms = values[1], heartbeat_ms = values[2], overtake_blocks = values[3], lanes = lanes,
     pools = pools_of, classes = classes, shares = shares}
+end
+
+-- lease_ms, heartbeat_ms, overtake_blocks, lanes, classes, pools (lane -> pools), shares.
+local function read_config(packed)
+  if packed ~= last_config.packed then last_config = {packed = packed, config = config_of(packed)} end
+  books.config = last_config.config
+end
+
+local function read_replica(name, packed)
+  local last = last_rows[name]
+  if not last or last.packed ~= packed then
+    last = {packed = packed, row = rows.read(records.replicas, packed)}
+    last.row.name = name
+    last_rows[name] = last
+  end
+  return last.row
 end
 
 local function read_replicas()
   local flat = redis.call('HGETALL', records.replicas.hash)
   for i = 1, #flat, 2 do
-    local replica = rows.read(records.replicas, flat[i + 1])
-    replica.name = flat[i]
+    local replica = read_replica(flat[i], flat[i + 1])
     books.replicas[replica.name] = replica
     if replica.held_for ~= '' then books.holds = books.holds + 1 end
   end
@@ -119,14 +134,14 @@ local function time_of(argument)
 end
 
 -- Of the server process that runs this script.
-local function run_id()
+local function own_run()
   local info = redis.call('INFO', 'server')
   local _, before = string.find(info, 'run_id:', 1, true)
   return string.match(info, '^%w+', before + 1)
 end
 
 -- The store is another process than before: what it holds may be old or nothing.
-local function new_epoch(run)
+local function new_epoch()
   books.set('run', run)
   books.set('epoch', books.meta.epoch + 1)
   local owners = redis.call('ZRANGE', zsets.OWNERS, 0, -1)
@@ -147,8 +162,8 @@ function books.open(packed_config, now)
   meta.wall = now
   read_replicas()
   books.waiting = redis.call('ZCARD', zsets.QUEUE)
-  local run = run_id()
-  if run ~= meta.run then new_epoch(run) end
+  run = run or own_run()
+  if run ~= meta.run then new_epoch() end
 end
 
 -- When no call is left nobody is ahead of anybody: the fair order starts anew.
@@ -174,7 +189,12 @@ local function write_meta()
   rows.collect(records.lines, sets)
   rows.collect(records.lanes, sets)
   rows.collect(records.drains, sets)
-  redis.call('HSET', META, unpack(sets))
+  redis.call('HSET', meta_key, unpack(sets))
+end
+
+-- What these rows say now is not what they were read from.
+local function forget_touched()
+  for name in pairs(records.replicas.touched) do last_rows[name] = nil end
 end
 
 -- wake_prefix: of the channels that wake owners up.
@@ -190,6 +210,8 @@ function books.write(wake_prefix)
   write_meta()
   -- A user without the right to publish costs a heartbeat, not the books.
   for owner in pairs(books.wakes) do redis.pcall('PUBLISH', wake_prefix .. owner, '') end
+  forget_touched()
+  whole = true
 end
 
 function books.ceil_div(numerator, denominator)

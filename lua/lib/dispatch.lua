@@ -1,8 +1,8 @@
 --- @include "lib/books"
---- @late "lib/order"
+--- @include "lib/order"
 -- Doing it again at once changes nothing, so it is skipped while nothing changed.
 function dispatch.run()
   if books.meta.dirty == 0 or books.meta.opens_at > 0 then return end
   books.meta.dirty = 0
-  if books.waiting > 0 then books.need(order).run() end
+  if books.waiting > 0 then order.run() end
 end

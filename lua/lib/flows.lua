@@ -1,5 +1,5 @@
 --- @include "lib/books"
---- @late "lib/queue"
+--- @include "lib/queue"
 -- Flows and their tags in the fair order, and the policies of keys.
 
 function flows.name_of(call)
@@ -26,7 +26,7 @@ end
 
 function flows.set_tag(call, name, flow, line, tag)
   if flow.waiting > 0 and flow.parked == 0 then
-    books.need(queue).reorder(call, flow, tag)
+    queue.reorder(call, flow, tag)
   else
     flow.tag = tag
   end
@@ -34,7 +34,7 @@ function flows.set_tag(call, name, flow, line, tag)
 end
 
 function flows.unpark_key(key)
-  if books.waiting > 0 then books.need(queue).unpark_key(key) end
+  if books.waiting > 0 then queue.unpark_key(key) end
 end
 
 function flows.forget_call(id, call)

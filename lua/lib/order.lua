@@ -1,8 +1,7 @@
 --- @include "lib/reserve"
---- @late "lib/queue"
+--- @include "lib/queue"
 -- The order of the queue (docs/ledger.md): tickets become unclaimed reservations until nothing fits.
 local LOOKAHEAD, CREDIT_SCALE = 8, 1000
-local stuck = {} -- lane -> books.room + books.moves when nothing could be done in it
 
 -- The unparked flows of one class, in fair order: their members of ORDER.
 local function first_flows(lane, class)
@@ -63,7 +62,7 @@ local function grant(id, call, replica, by_credit)
     rows.store(records.lines, call.lane .. ':' .. call.class, line)
   end
   reserve.pay(call)
-  books.need(queue).leave(id, call)
+  queue.leave(id, call)
   reserve.take(id, call, replica, 'unclaimed')
   earn(call)
   books.wakes[call.owner] = true
@@ -88,14 +87,14 @@ end
 
 -- One grant, parking or hold in this lane; false when nothing can be done.
 local function advance(lane)
-  if stuck[lane] == books.room + books.moves then return false end
+  if books.stuck[lane] == books.room + books.moves then return false end
   local head
   local classes, favoured = class_order(lane)
   for _, class in ipairs(classes) do
     for _, member in ipairs(first_flows(lane, class)) do
       local id, call = head_of(lane, class, member)
       if placement.capped(call) then
-        books.need(queue).park(call)
+        queue.park(call)
         return true
       end
       local replica = placement.place(id, call)
@@ -112,7 +111,7 @@ local function advance(lane)
       end
     end
   end
-  stuck[lane] = books.room + books.moves
+  books.stuck[lane] = books.room + books.moves
   return false
 end
 

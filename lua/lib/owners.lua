@@ -1,5 +1,5 @@
 --- @include "lib/reserve"
---- @late "lib/queue"
+--- @include "lib/queue"
 -- Leases, ticket deadlines and the gate that a new epoch closes.
 local SLICE, OUTBOX_MAX = 32, 64
 
@@ -30,7 +30,7 @@ function owners.expire()
   local late = redis.call('ZRANGEBYSCORE', zsets.DEADLINES, '-inf', books.meta.clock, 'LIMIT', 0, SLICE + 1)
   for i = 1, math.min(SLICE, #late) do
     books.work = books.work - 1
-    books.need(queue).withdraw(late[i], rows.fetch(records.calls, late[i]))
+    queue.withdraw(late[i], rows.fetch(records.calls, late[i]))
   end
   return #late > SLICE
 end

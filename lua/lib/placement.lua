@@ -1,9 +1,6 @@
 --- @include "lib/flows"
 --- @include "lib/drain"
 -- Where a call fits.
-local unfit = {} -- call -> books.room when it found no place
-local bounds = {} -- pool -> most blocks free on a replica of it (all, on an idle one) when somebody found no place
-local bounds_room = 0 -- books.room when they were taken
 
 function placement.contains(list, item)
   for i = 1, #list do
@@ -45,8 +42,9 @@ end
 
 -- Whether the blocks alone rule the pool out.
 local function crowded(pool, blocks)
-  if bounds_room ~= books.room then bounds, bounds_room = {}, books.room end
-  return bounds[pool] and blocks > bounds[pool]
+  if books.bounds_room ~= books.room then books.bounds, books.bounds_room = {}, books.room end
+  local most = books.bounds[pool]
+  return most and blocks > most
 end
 
 -- The loop is most of what a call costs where there are many replicas: what is rarely true comes first, without a call.
@@ -63,7 +61,7 @@ local function emptiest(id, call, pool)
     if room >= blocks and (not best or free > best_free or (free == best_free and replica.name < best.name))
       and fits_besides(id, call, replica) then best, best_free = replica, free end
   end
-  if not best then bounds[pool] = most end
+  if not best then books.bounds[pool] = most end
   return best
 end
 
@@ -80,12 +78,12 @@ end
 
 -- The first pool of the lane with room; there a preferred replica unless it is 10 % fuller; most free blocks.
 function placement.place(id, call)
-  if unfit[call] == books.room then return nil end
+  if books.unfit[call] == books.room then return nil end
   for _, pool in ipairs(books.config.pools[call.lane]) do
     local best = emptiest(id, call, pool)
     if best then return warmest(id, call, pool, percent(best) + 10) or best end
   end
-  unfit[call] = books.room
+  books.unfit[call] = books.room
   return nil
 end
 

@@ -1,12 +1,11 @@
 -- Where the records of each kind are, and their fields in the order of the cmsgpack arrays that hold them.
 -- header: the mark of an array of that size (msgpack's format); what follows is packed and unpacked field by field,
--- which costs half of what a table in between does.  blank: the row of an id without a record.  known and touched are
--- for rows.lua.  All is said in one constructor because a table that grows is made anew at each doubling.
-local META = KEYS[1]
+-- which costs half of what a table in between does.  blank: the row of an id without a record.
+-- key: number of the key that has them (docs/ledger.md).
 
-records = {
+local kinds = {
   replicas = {
-    hash = KEYS[2], header = '\154', known = {}, touched = {},
+    key = 2, header = '\154',
     read = function(_, pool, limit, usable, sequences_max, prefill_max, used, sequences, prefill, state, held_for)
       return {pool = pool, limit = limit, usable = usable, sequences_max = sequences_max,
         prefill_max = prefill_max, used = used, sequences = sequences, prefill = prefill, state = state,
@@ -18,7 +17,7 @@ records = {
     end,
   },
   calls = {
-    hash = KEYS[3], header = '\220\0\19', known = {}, touched = {},
+    key = 3, header = '\220\0\19',
     read = function(_, state, owner, replica, key, class, lane, blocks, sequences, prefill, prefilling, cost,
       deadline, arrival, passed, attempt, charged, exclude, prefer, charge)
       return {state = state, owner = owner, replica = replica, key = key, class = class, lane = lane,
@@ -33,7 +32,7 @@ records = {
     end,
   },
   flows = {
-    hash = KEYS[6], header = '\149', known = {}, touched = {}, blank = {0, 0, 0, 0, 0},
+    key = 6, header = '\149', blank = {0, 0, 0, 0, 0},
     read = function(_, tag, waiting, blocks, weight, parked)
       return {tag = tag, waiting = waiting, blocks = blocks, weight = weight, parked = parked}
     end,
@@ -42,7 +41,7 @@ records = {
     end,
   },
   keys = {
-    hash = KEYS[7], header = '\149', known = {}, touched = {}, blank = {1, -1, -1, 0, 0},
+    key = 7, header = '\149', blank = {1, -1, -1, 0, 0},
     read = function(_, weight, blocks_max, requests_max, blocks, calls)
       return {weight = weight, blocks_max = blocks_max, requests_max = requests_max, blocks = blocks,
         calls = calls}
@@ -52,7 +51,7 @@ records = {
     end,
   },
   sessions = {
-    hash = KEYS[10], header = '\149', known = {}, touched = {},
+    key = 10, header = '\149',
     read = function(_, batch, told, declared, count, sum)
       return {batch = batch, told = told, declared = declared, count = count, sum = sum}
     end,
@@ -61,7 +60,7 @@ records = {
     end,
   },
   lines = { -- one class of one lane
-    hash = META, prefix = 'line:', header = '\149', known = {}, touched = {}, blank = {0, 0, 0, 0, 0},
+    key = 1, prefix = 'line:', header = '\149', blank = {0, 0, 0, 0, 0},
     read = function(_, virtual, waiting, blocks, weights, credit)
       return {virtual = virtual, waiting = waiting, blocks = blocks, weights = weights, credit = credit}
     end,
@@ -70,7 +69,7 @@ records = {
     end,
   },
   lanes = {
-    hash = META, prefix = 'lane:', header = '\146', known = {}, touched = {}, blank = {'', 0},
+    key = 1, prefix = 'lane:', header = '\146', blank = {'', 0},
     read = function(_, blocked, book)
       return {blocked = blocked, book = book}
     end,
@@ -79,7 +78,7 @@ records = {
     end,
   },
   drains = {
-    hash = META, prefix = 'drain:', header = '\148', known = {}, touched = {},
+    key = 1, prefix = 'drain:', header = '\148',
     read = function(_, start, current, previous, last)
       return {start = start, current = current, previous = previous, last = last}
     end,
@@ -88,3 +87,11 @@ records = {
     end,
   },
 }
+
+-- Nothing is known yet of the fleet whose keys these are.  known and touched are for rows.lua.
+function records.open(keys)
+  for kind, set in pairs(kinds) do
+    set.hash, set.known, set.touched = keys[set.key], {}, {}
+    records[kind] = set
+  end
+end

@@ -1,5 +1,5 @@
 --- @include "lib/placement"
---- @late "lib/appointments"
+--- @include "lib/appointments"
 -- What a refused call is told: code, knob, measured, limit, retry_ms.
 
 -- The call is larger than all replicas of its lane (context_length_exceeded), or those that would do are down.
@@ -30,7 +30,7 @@ function refusals.cap(call, key)
 end
 
 local function capped(call)
-  local key, wait = rows.fetch(records.keys, call.key), books.need(appointments).wait_told(call)
+  local key, wait = rows.fetch(records.keys, call.key), appointments.wait_told(call)
   if key.requests_max >= 0 and key.calls + 1 > key.requests_max then
     return {'refused', 'quota_exceeded', 'requests_max', key.calls + 1, key.requests_max, wait}
   end
@@ -50,7 +50,7 @@ end
 function refusals.to_queue(call, queue_max, wait_ms)
   local waiting, meta = flows.line(call.lane, call.class).waiting, books.meta
   if waiting < queue_max and wait_ms > 0 then return nil end
-  local due = books.need(appointments)
+  local due = appointments
   if waiting < queue_max then return {'refused', 'queue_timeout', 'seconds_max', 0, wait_ms, due.wait_told(call)} end
   if queue_max > 0 then return {'refused', 'queue_full', 'depth_max', waiting, queue_max, due.book(call)} end
   if meta.opens_at > 0 then return {'refused', 'store_unavailable', '', 0, 0, meta.opens_at - meta.clock} end

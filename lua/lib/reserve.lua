@@ -1,5 +1,5 @@
 --- @include "lib/placement"
---- @late "lib/queue"
+--- @include "lib/queue"
 -- Taking and giving back blocks, sequences and prefill tokens, and what a call pays for them in the fair order.
 local TAG_SCALE, DIGEST_MODULUS = 64, 281474976710656
 
@@ -118,6 +118,6 @@ end
 -- The owner is gone: what never ran is refunded, for what ran the charge stays.
 function reserve.give_back(id, call)
   books.work = books.work - 1
-  if call.state == 'queued' then return books.need(queue).withdraw(id, call) end
+  if call.state == 'queued' then return queue.withdraw(id, call) end
   reserve.release(id, call, call.state == 'unclaimed')
 end

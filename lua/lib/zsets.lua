@@ -1,6 +1,9 @@
 -- The zsets of one fleet; docs/ledger.md says what their members are.
-zsets.QUEUE, zsets.ORDER, zsets.PARKED, zsets.OWNERS = KEYS[4], KEYS[5], KEYS[8], KEYS[9]
-zsets.OWNED, zsets.OUTBOX, zsets.DEADLINES = KEYS[11], KEYS[12], KEYS[13]
+
+function zsets.open(keys)
+  zsets.QUEUE, zsets.ORDER, zsets.PARKED, zsets.OWNERS = keys[4], keys[5], keys[8], keys[9]
+  zsets.OWNED, zsets.OUTBOX, zsets.DEADLINES = keys[11], keys[12], keys[13]
+end
 
 -- The first members, of equal scores, that begin with prefix and a colon; limit -1 = all.
 function zsets.with_prefix(zset, prefix, limit)

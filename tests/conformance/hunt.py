@@ -22,7 +22,7 @@ from hypothesis import Phase, Verbosity, settings
 
 import gateway
 from gateway.ledger.embedded import EmbeddedStore
-from gateway.ledger.scripts import load, script_folder
+from gateway.ledger.scripts import Library, library, script_folder
 from tests.conformance.machine import CALM, PARTS, BooksMachine, play
 from tests.conformance.mutants import MUTANTS
 from tests.conformance.python_mutants import PYTHON_MUTANTS, PythonMutant
@@ -40,13 +40,12 @@ class Hunted:
     seconds: float
 
 
-def planted(fault: str) -> dict[str, str]:
-    """Every script that a fault of `MUTANTS` changes, by name."""
+def planted(fault: str) -> Library:
+    """The library with a fault of `MUTANTS` in it."""
     before, after = MUTANTS[fault]
-    texts = {name: load(name).text for name in ("step", "configure", "hello")}
-    found = {name: text.replace(before, after) for name, text in texts.items() if before in text}
-    assert found, f"the Lua has changed: plant `{fault}` anew"
-    return found
+    text = library().text
+    assert before in text, f"the Lua has changed: plant `{fault}` anew"
+    return Library(library().name, text.replace(before, after))
 
 
 class Caught(BaseException):
@@ -73,10 +72,10 @@ class HuntingMachine(BooksMachine):
 
 def hunt(client: "redis.Redis[bytes]", fault: str) -> Hunted:
     """Play the suite until the comparison fails."""
-    texts, machines = planted(fault), list[BooksMachine]()
+    faulty, machines = planted(fault), list[BooksMachine]()
 
     def new_machine() -> BooksMachine:
-        machines.append(HuntingMachine(client, texts))
+        machines.append(HuntingMachine(client, faulty))
         return machines[-1]
 
     started, found = time.monotonic(), False

@@ -19,9 +19,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from gateway.ledger.scripts import Library
 from tests.conformance import traffic
 from tests.conformance.traffic import Op, Start, World
-from tests.conformance.twin import Twin
+from tests.conformance.twin import Saved, Twin
 
 STEPS = 100
 """Commands of one example."""
@@ -41,8 +42,6 @@ CALM = settings(
     report_multiple_bugs=False,
     suppress_health_check=list(HealthCheck),
 )
-Texts = dict[str, str]
-"""Scripts to run instead of the real ones, by name."""
 
 
 def of_world(strategy: Any) -> st.SearchStrategy[Any]:
@@ -79,15 +78,16 @@ class BooksMachine(RuleBasedStateMachine):
 
     twins: type[Twin] = Twin
 
-    def __init__(self, client: "redis.Redis[bytes]", texts: Texts | None = None) -> None:
+    def __init__(self, client: "redis.Redis[bytes]", scripts: Library | None = None) -> None:
         super().__init__()
         self._client = client
-        self._texts = texts
+        self._scripts = scripts
         self._last: dict[str, list[Op]] = {}
+        self._saved: Saved | None = None
 
     @initialize(start=traffic.starts(), opened=st.sampled_from((True,) * 9 + (False,)))
     def start(self, start: Start, opened: bool) -> None:
-        self.twin = self.twins(self._client, start.fleet, self._texts)
+        self.twin = self.twins(self._client, start.fleet, self._scripts)
         self.world = World(self.twin.books, start)
         for _ in range(3):
             self._hello()
@@ -162,6 +162,7 @@ class BooksMachine(RuleBasedStateMachine):
             end -= traffic.GAP_MS
 
     siege = sends("siege", traffic.sieges)
+    besiege = sends("besiege", traffic.sieges)
 
     @precondition(lambda self: len(self.twin.books.calls) < FLOODED)
     @rule(batch=sent(traffic.floods), ending=st.sampled_from(("none", "silence", "gate")))
@@ -190,6 +191,15 @@ class BooksMachine(RuleBasedStateMachine):
             self.twin.restart_store()
         else:
             self._hello()
+
+    @rule()
+    def go_back(self) -> None:
+        """Every other time the content is kept, or what came since is forgotten."""
+        if self._saved is None:
+            self._saved = self.twin.save()
+        else:
+            self.twin.go_back(self._saved)
+            self._saved = None
 
     @rule()
     def declare_all(self) -> None:

@@ -2,6 +2,7 @@
 
 import msgspec
 import pytest
+import redis
 
 from gateway.core.books import FleetConfig, ReplicaConfig
 from tests.conformance.books import read_content
@@ -38,3 +39,25 @@ def test_a_malformed_op_is_an_error_of_its_own(store_client):
     assert [r[0] for r in results[:-1]] == ["error"] * len(bad)
     assert results[-1][0] == "ticket", "the gate of a new store is closed"
     assert set(lua_content(read_content(store_client, FLEET))["calls"]) == {"00000000aa"}
+
+
+def test_a_run_that_breaks_off_leaves_nothing_to_the_next(store_client):
+    """The store refuses a write to one gateway only: what its run had changed in memory is forgotten."""
+    replica = ReplicaConfig("r0", "p", 20, 20, 50, 1000)
+    fleet = FleetConfig(6000, 1000, 20, (("a", ("p",)),), (("normal", 0),), (replica,))
+    twin, now, owner = Twin(store_client, fleet), 1_000_000, "o0"
+    twin.hello(now, owner)
+    twin.step(now, owner, 1, [["Y"]])
+    twin.step(now + 2000, owner, 2, [["Y"]])
+    admit = ["A", "00000000aa", "k0", "normal", "a", 20, 1, 0, 1, 100, 1, -1, -1, 0, [], [], []]
+    arguments = (twin.scripts.function("step"), len(twin.keys), *twin.keys, now + 2000, owner, 3, "wake:")
+    store_client.execute_command("ACL", "SETUSER", "halved", "on", "nopass", "~*", "&*", "+@all", "-hset")
+    try:
+        with store_client.client() as other:
+            other.execute_command("AUTH", "halved", "")
+            with pytest.raises(redis.exceptions.ResponseError, match="permission"):
+                other.fcall(*arguments, msgspec.msgpack.encode(admit))
+            other.execute_command("AUTH", "default", "")
+    finally:
+        store_client.execute_command("ACL", "DELUSER", "halved")
+    assert twin.step(now + 2000, owner, 3, [admit])[5] == [["grant", "r0"]]

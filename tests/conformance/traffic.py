@@ -349,9 +349,11 @@ def upsets(draw: DrawFn, world: World) -> tuple[str, Any]:
 
 @st.composite
 def changed_fleets(draw: DrawFn, world: World) -> FleetConfig:
-    """Limits change, engines are unknown again, one replica goes for good."""
+    """Limits and the bound of overtaking change, engines are unknown again, one replica goes for good."""
+    fleet = world.start.fleet
     limits = st.sampled_from((world.limit, world.limit, world.limit // 2, -1))
-    replicas = [replace(r, limit=draw(limits)) for r in world.start.fleet.replicas]
+    replicas = [replace(r, limit=draw(limits)) for r in fleet.replicas]
     if len(replicas) > 1 and draw(st.sampled_from((False, False, True))):
         replicas.pop()
-    return replace(world.start.fleet, replicas=tuple(replicas))
+    overtake_blocks = draw(st.sampled_from((fleet.overtake_blocks, fleet.overtake_blocks, world.limit)))
+    return replace(fleet, overtake_blocks=overtake_blocks, replicas=tuple(replicas))

@@ -1,5 +1,6 @@
 """The specification and the Lua side by side: every command goes to both, replies and content must be equal."""
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,26 +10,23 @@ import redis
 from gateway.core.books import Books, FleetConfig
 from gateway.core.invariants import Snapshot, step_violations, violations
 from gateway.ledger.records import FIELDS, config_arguments, decode_record, decode_step, decode_text
-from gateway.ledger.scripts import fleet_keys, load
+from gateway.ledger.scripts import Library, fleet_keys, library
 from gateway.ledger.verify import Content, snapshot_of
 from tests.conformance.books import read_content
 
 FLEET = "t"
 Op = list[Any]
+Saved = tuple[dict[bytes, bytes | None], Books]
 
 
 class Twin:
     """One fleet in two implementations.  `now` is handed to both; the run id is the real server's."""
 
-    def __init__(
-        self, client: "redis.Redis[bytes]", config: FleetConfig, script_texts: dict[str, str] | None = None
-    ):
+    def __init__(self, client: "redis.Redis[bytes]", config: FleetConfig, scripts: Library | None = None):
         self.client = client
         client.flushall()
-        self.shas = {
-            name: self._load(name, script_texts)
-            for name in ("step", "hello", "configure", "snapshot", "page")
-        }
+        self.scripts = scripts or library()
+        client.function_load(self.scripts.text, replace=True)
         self.keys = fleet_keys(FLEET)
         self.run = str(client.info("server")["run_id"])
         self.books = Books()
@@ -36,11 +34,8 @@ class Twin:
         self.compared = 0
         self.configure(1_000_000, config)
 
-    def _load(self, name: str, texts: dict[str, str] | None) -> str:
-        return _text(self.client.script_load((texts or {}).get(name) or load(name).text))
-
     def evaluate(self, script: str, *arguments: Any) -> Any:
-        reply = self.client.evalsha(self.shas[script], len(self.keys), *self.keys, *arguments)
+        reply = self.client.fcall(self.scripts.function(script), len(self.keys), *self.keys, *arguments)
         return decode_step(reply) if script == "step" else decode_text(reply)
 
     def configure(self, now: int, config: FleetConfig) -> None:
@@ -72,6 +67,19 @@ class Twin:
         """The next script sees a run id that is not the books' own."""
         self.client.hset(self.keys[0], "run", "another")
         self.books.run = "another"
+
+    def save(self) -> Saved:
+        """Both contents, for `go_back`."""
+        contents = {key: self.client.dump(key) for key in self.client.scan_iter()}
+        return contents, copy.deepcopy(self.books)
+
+    def go_back(self, saved: Saved) -> None:
+        """The server process goes on with older content, as one does that was a replica meanwhile."""
+        contents, books = saved
+        self.client.flushall()
+        for key, content in contents.items():
+            self.client.restore(key, 0, content)
+        self.books, self.snapshot = copy.deepcopy(books), None
 
     def compare(self, lua: Any, spec: Any) -> None:
         self.compared += 1

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from gateway.ledger.records import decode_step
-from gateway.ledger.scripts import fleet_keys, key_prefix, load
+from gateway.ledger.scripts import fleet_keys, key_prefix, library
 from tests.faults.callers import COMPLETE
 from tests.faults.catalogue import Part
 from tests.faults.scene import FLEET, HEARTBEAT_SECONDS, Needs, Scene
@@ -22,8 +22,8 @@ def plant(scene: Scene, owner: str, *ops: list[Any]) -> list[Any]:
     batch = scene.books().sessions[owner].batch + 1
     keys, wakes = fleet_keys(FLEET), key_prefix(FLEET) + "wake:"
     packed = [msgspec.msgpack.encode(op) for op in ops]
-    script = load("step").text
-    reply = scene.store.execute_command("EVAL", script, len(keys), *keys, "", owner, batch, wakes, *packed)
+    step = library().function("step")
+    reply = scene.store.execute_command("FCALL", step, len(keys), *keys, "", owner, batch, wakes, *packed)
     results: list[Any] = decode_step(reply)[5]
     return results
 

@@ -6,7 +6,7 @@ import pytest
 
 from gateway.ledger.api import Grant
 from gateway.ledger.connection import Connection
-from gateway.ledger.scripts import load
+from gateway.ledger.scripts import library
 from gateway.ledger.wire import StoreAway
 from tests.faults.proxy import store_proxy
 from tests.integration.ledger_world import eventually, running_store, world
@@ -96,7 +96,7 @@ async def test_the_reply_to_a_hello_is_lost(path):
         m.events.clear()
         for owner in w.rows("sessions", "session"):
             w.store.hdel(w.key("sessions"), owner)
-        proxy.swallow = load("hello").sha.encode()
+        proxy.swallow = library().function("hello").encode()
         m.go_on()
         await eventually(lambda: proxy.swallowed == 1 and w.states() == {ask.id: "reserved"})
         await eventually(lambda: _session_of(w, ask).get("count") == 1)

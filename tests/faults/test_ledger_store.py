@@ -16,7 +16,7 @@ from gateway.core.outcomes import Code, Refusal
 from gateway.ledger.api import Grant
 from gateway.ledger.keeper import LOG_SECONDS, PAUSES_SECONDS
 from gateway.ledger.records import decode_step
-from gateway.ledger.scripts import fleet_keys, load
+from gateway.ledger.scripts import fleet_keys, library
 from gateway.ledger.valkey import HoldLimits
 from gateway.ledger.wire import StoreAway
 from tests.faults.proxy import store_proxy
@@ -275,7 +275,7 @@ async def test_a_store_that_forgot_its_scripts_gets_them_again(path):
     async with world(path, 100) as w:
         m = await w.join()
         ask = await m.reserve(10)
-        w.store.script_flush()
+        w.store.function_flush()
         await eventually(lambda: m.events.count(StoreUp(False)) == 1)
         (await m.reserve(10)).settle(None, None)
         ask.settle(None, None)
@@ -313,9 +313,9 @@ async def test_a_full_store_still_takes_settles(own_store):
 def step(w, owner, *ops):
     """A batch of that owner that its process knows nothing of."""
     batch = w.rows("sessions", "session")[owner]["batch"] + 1
-    script, keys = load("step"), fleet_keys(w.fleet)
+    name, keys = library().function("step"), fleet_keys(w.fleet)
     packed = [msgspec.msgpack.encode(op) for op in ops]
-    reply = w.store.execute_command("EVAL", script.text, len(keys), *keys, "", owner, batch, "w:", *packed)
+    reply = w.store.execute_command("FCALL", name, len(keys), *keys, "", owner, batch, "w:", *packed)
     return decode_step(reply)[5]
 
 

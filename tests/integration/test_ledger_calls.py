@@ -1,15 +1,21 @@
 """One process, one real store: what a call is told, and what the store holds of it then."""
 
 import asyncio
+import re
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import redis
 
 from gateway.core.events import StoreUp
 from gateway.core.outcomes import Code, Refusal
 from gateway.ledger.api import Grant
+from gateway.ledger.state import read_state
 from tests.integration.ledger_world import eventually, running_store, world
+
+LEDGER_DOCUMENT = Path(__file__).parents[2] / "docs/ledger.md"
 
 
 @pytest.fixture(scope="module")
@@ -409,3 +415,24 @@ async def test_an_admit_leaves_in_the_turn_that_asks(path):
         call.close()
         ask.settle(None, None)
         await eventually(w.empty)
+
+
+async def test_the_rights_of_a_store_user_that_the_documents_name_are_enough(path):
+    line = re.search(r"^ACL SETUSER kvgate .*$", LEDGER_DOCUMENT.read_text(), re.MULTILINE)
+    assert line
+    with redis.Redis(unix_socket_path=path, protocol=2) as store:
+        store.execute_command(*line[0].split())
+        try:
+            async with world(path, 100) as w:
+                m = await w.join(f"unix://kvgate:PASSWORD@{path}")
+                running, waiting = await m.reserve(60), m.open(60)
+                answer = asyncio.create_task(waiting.granted())
+                await eventually(lambda: w.states() == {running.id: "reserved", waiting.id: "queued"})
+                running.settle(None, None)
+                assert isinstance(await answer, Grant)
+                state = await read_state(f"unix://kvgate:PASSWORD@{path}", w.fleet)
+                assert (state["leases"], state["reserved"]) == (1, 60)
+                waiting.settle(None, None)
+                await eventually(w.empty)
+        finally:
+            store.acl_deluser("kvgate")

@@ -18,7 +18,7 @@ from gateway.core.books import FleetConfig, ReplicaConfig
 from gateway.core.invariants import Rule
 from gateway.ledger import verify as verifying
 from gateway.ledger.records import FIELDS, config_arguments, decode_record
-from gateway.ledger.scripts import fleet_keys, load
+from gateway.ledger.scripts import fleet_keys, library
 from gateway.ledger.verify import NotVerified, verify
 from tests.integration.ledger_world import Member, World, eventually, running_store, world
 
@@ -227,8 +227,9 @@ def fleet(path: str) -> Iterator[tuple["redis.Redis[bytes]", tuple[str, ...]]]:
     config = FleetConfig(
         6000, 1000, 10, (("a", ("p",)),), (("normal", 0),), (ReplicaConfig("r0", "p", 10, 10, 5, 5),)
     )
-    sha = client.script_load(load("configure").text)
-    client.evalsha(sha, len(keys), *keys, "", "wake:", "fleet", *config_arguments(config))
+    client.function_load(library().text, replace=True)
+    configure = library().function("configure")
+    client.fcall(configure, len(keys), *keys, "", "wake:", "fleet", *config_arguments(config))  # type: ignore[arg-type]
     yield client, keys
     client.flushall()
     client.close()

@@ -1,5 +1,6 @@
 """The scripts as text: what is spliced, what their headers promise, and what Python believes about them."""
 
+import hashlib
 import re
 from pathlib import Path
 
@@ -8,16 +9,15 @@ import pytest
 
 from gateway.core import order
 from gateway.ledger.records import FIELDS
-from gateway.ledger.scripts import KEY_NAMES, fleet_keys, load, script_folder, splice
+from gateway.ledger.scripts import KEY_NAMES, fleet_keys, library, script_folder, splice
 
-SCRIPTS = ("step", "hello", "configure", "page", "snapshot")
 FOLDER = script_folder()
 FRAGMENTS = sorted((FOLDER / "commands").glob("*.lua"))
 
 
 def constant(name: str) -> int:
-    """The number that the spliced step script gives a constant, alone or in a list of names."""
-    for names, values in re.findall(r"^local ([A-Z_, ]+?) = ([0-9, ]+)$", load("step").text, re.MULTILINE):
+    """The number that the spliced library gives a constant, alone or in a list of names."""
+    for names, values in re.findall(r"^local ([A-Z_, ]+?) = ([0-9, ]+)$", library().text, re.MULTILINE):
         table = dict(zip(names.split(", "), values.split(", "), strict=True))
         if name in table:
             return int(table[name])
@@ -78,29 +78,35 @@ def test_records_have_the_same_fields_in_both_languages(kind: str) -> None:
     assert len(mark) == (1 if len(FIELDS[kind]) < 16 else 3)
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_is_whole(name: str) -> None:
-    """The flags line is first, nothing is left to splice, and no function of a module is in it twice."""
-    text = load(name).text
-    assert text.startswith("#!lua flags=")
+def test_the_library_is_whole() -> None:
+    """Its name comes first and says what is in it, nothing is left to splice, and no function is in it twice."""
+    text = library().text
+    first, second, spliced = text.split("\n", 2)
+    assert (first, second) == (f"#!lua name={library().name}", f"local LIBRARY = '{library().name}'")
+    assert (
+        library().name == "kvgate_" + hashlib.sha1(spliced.encode(), usedforsecurity=False).hexdigest()[:16]
+    )
     assert "@include" not in text
-    assert "@late" not in text
     functions = re.findall(r"^function (\w+\.\w+)", text, re.MULTILINE)
     assert len(functions) == len(set(functions))
+
+
+def test_what_a_run_changes_is_made_anew_by_the_next() -> None:
+    """The library stays loaded: a module's own variable would be the last run's, of any fleet."""
+    kept = {"meta_key", "pools", "run", "last_config", "last_rows", "whole"}
+    for path in FOLDER.glob("lib/*.lua"):
+        text = path.read_text()
+        for names in re.findall(r"^local ([a-z_, ]+?)(?: =| --|$)", text, re.MULTILINE):
+            if names.startswith("function"):
+                continue
+            assert path.stem == "books" or names in ("kinds",), f"{path.name}: {names}"
+            assert path.stem != "books" or set(names.split(", ")) <= kept, names
 
 
 def test_a_module_fills_its_own_table_only() -> None:
     for path in [*FRAGMENTS, *(FOLDER / "lib").glob("*.lua")]:
         tables = set(re.findall(r"^function (\w+)\.", path.read_text(), re.MULTILINE))
         assert tables <= {path.stem}, path.name
-
-
-def test_a_late_module_is_called_by_need_only() -> None:
-    """Its name is a function: a field of it is nothing."""
-    for path in [*FRAGMENTS, *(FOLDER / "lib").glob("*.lua"), *FOLDER.glob("*.lua")]:
-        text = path.read_text()
-        for module in re.findall(r'^--- @late "\w+/(\w+)"$', text, re.MULTILINE):
-            assert not re.search(rf"(?<![\w.]){module}\.", text), f"{path.name}: {module}"
 
 
 @pytest.mark.parametrize("fragment", FRAGMENTS, ids=lambda path: path.stem)
@@ -131,13 +137,13 @@ def test_a_command_checks_as_many_values_as_it_takes(fragment: Path) -> None:
 
 
 def test_a_module_is_spliced_once_after_what_it_needs(tmp_path: Path) -> None:
-    (tmp_path / "a.lua").write_text('-- head\n--- @include "b"\n--- @late "c"\nreturn b.x\n')
-    (tmp_path / "b.lua").write_text('--- @late "c"\nfunction b.x() end\n')
+    (tmp_path / "a.lua").write_text('-- head\n--- @include "b"\n--- @include "c"\nreturn b.x\n')
+    (tmp_path / "b.lua").write_text('--- @include "c"\nfunction b.x() end\n')
     (tmp_path / "c.lua").write_text('--- @include "b"\nlocal y = 1\n')
     assert splice(tmp_path, "a").split("\n") == [
-        "-- head", "local c, b",
-        "c = function()", "local c = {}", "local y = 1", "return c", "end",
-        "b = {x = 0}", "do", "function b.x() end", "end",
+        "-- head", "local c, b = {}, {}",
+        "do", "local y = 1", "end",
+        "do", "function b.x() end", "end",
         "", "return b.x", "",
     ]  # fmt: skip
 

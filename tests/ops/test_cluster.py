@@ -11,7 +11,7 @@ from gateway.ledger.address import Server, parse
 from gateway.ledger.api import Grant
 from gateway.ledger.cluster import Cluster
 from gateway.ledger.connection import REPLY_SECONDS, Connection, listen
-from gateway.ledger.scripts import fleet_keys, load
+from gateway.ledger.scripts import fleet_keys, library
 from gateway.ledger.state import read_state
 from gateway.ledger.wire import StoreAway
 from tests.integration.ledger_world import World, eventually
@@ -74,8 +74,9 @@ async def test_nobody_can_serve_a_slot_that_is_half_way() -> None:
             m = await w.join(nodes.url)
             await m.stop()
             key, to = w.key("meta"), other(nodes, w)
-            source, script, keys = nodes.begin_move(key, to), load("page"), fleet_keys(w.fleet)
-            call = ("EVAL", script.text, len(keys), *keys, "owner", "", 9)
+            source, keys = nodes.begin_move(key, to), fleet_keys(w.fleet)
+            nodes.nodes[to].client.function_load(library().text)
+            call = ("FCALL", library().function("page"), len(keys), *keys, "owner", "", 9)
             nodes.move_keys(key, source, to, 1)
             with pytest.raises(redis.exceptions.TryAgainError):
                 nodes.nodes[source].client.execute_command(*call)

@@ -2,7 +2,6 @@
 
 import asyncio
 import copy
-import hashlib
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +9,8 @@ import hiredis
 import msgspec
 
 from gateway.core.books import Books, FleetConfig, ReplicaConfig
-from gateway.ledger.connection import SCRIPTS
 from gateway.ledger.records import decode_text
-from gateway.ledger.scripts import load
+from gateway.ledger.scripts import library
 from tests.sim.loop import Process
 from tests.sim.network import Network, Transport
 
@@ -38,7 +36,8 @@ class Store:
         and the second one was faster."""
         self.wakes_lost = False
         """Wake-ups are not delivered."""
-        self.scripts: dict[str, str] = {}
+        self.libraries: set[str] = set()
+        """By name: as with a library, what it is called says what it is."""
         self.subscribers: dict[str, dict[StoreConnection, None]] = {}
         self.unclaimed: dict[str, Placement] = {}
         self._saved = Books()
@@ -50,7 +49,7 @@ class Store:
     def _begin(self) -> None:
         self.restarts += 1
         self.run = f"run{self.restarts}"
-        self.scripts = {}
+        self.libraries = set()
         self.unclaimed = self._unclaimed()
         self._listener.refuses = False
 
@@ -86,23 +85,26 @@ class Store:
 
     def answer(self, connection: "StoreConnection", command: list[bytes]) -> bytes:
         reply = self.execute(connection, command)
-        if command[0] == b"EVALSHA" and self._network.chance(self.copies_share):
+        if command[0] == b"FCALL" and self._network.chance(self.copies_share):
             loop, late_seconds = self._network.loop, self._network.late_seconds() / 20  # about a round trip
             loop.call_later(late_seconds, self._carry_out_copy, connection, command, self.run)
         return reply
 
     def _carry_out_copy(self, connection: "StoreConnection", command: list[bytes], run: str) -> None:
         """Of a batch only: no other script is sent again after it was answered."""
-        if run == self.run and not self.down and self.scripts.get(command[1].decode()) == "step":
+        if run == self.run and not self.down and command[1].endswith(b"_step"):
             self.execute(connection, command)
 
     def execute(self, connection: "StoreConnection", command: list[bytes]) -> bytes:
         name, *arguments = command
         match name.upper():
-            case b"EVALSHA":
+            case b"FCALL":
                 return self._evaluate(connection, arguments)
-            case b"SCRIPT":
-                return self._load(arguments[1])
+            case b"FUNCTION" if arguments[0] == b"LIST":
+                return encode([["library_name", name] for name in self.libraries])
+            case b"FUNCTION":
+                self.libraries.add(library().name)
+                return encode(library().name)
             case b"INFO":
                 return encode(f"run_id:{self.run}\r\nrole:master\r\n")
             case b"SUBSCRIBE":
@@ -114,15 +116,10 @@ class Store:
             case _:
                 raise AssertionError(f"the simulated store knows no {name!r}")
 
-    def _load(self, text: bytes) -> bytes:
-        sha = hashlib.sha1(text, usedforsecurity=False).hexdigest()
-        self.scripts[sha] = next(name for name in SCRIPTS if load(name).sha == sha)
-        return encode(sha)
-
     def _evaluate(self, connection: "StoreConnection", arguments: list[bytes]) -> bytes:
-        script = self.scripts.get(arguments[0].decode())
-        if script is None:
-            return b"-NOSCRIPT No matching script.\r\n"
+        loaded, _, script = arguments[0].decode().rpartition("_")
+        if loaded not in self.libraries:
+            return b"-ERR Function not found\r\n"
         client = connection.client
         given = arguments[2 + int(arguments[1]) :]
         reply = self._run(script, given)
