@@ -20,6 +20,7 @@ from gateway.core.order import (
     FIRST_APPOINTMENT_MS,
     LOOKAHEAD,
     OUTBOX,
+    QUOTA_BUCKETS,
     SLICE,
     TAG_SCALE,
     WORK,
@@ -94,7 +95,7 @@ class Call:
     exclude: tuple[str, ...] = ()
     prefer: tuple[str, ...] = ()
     charge: tuple[int, ...] = ()
-    """Rate quotas paid at admission."""
+    """What it paid of its key's rate quotas: bucket, microseconds, bucket, microseconds..."""
 
 
 @dataclass(slots=True)
@@ -104,6 +105,8 @@ class Key:
     requests_max: int = -1
     blocks: int = 0
     calls: int = 0
+    quotas: tuple[int, ...] = ()
+    """By bucket the instant (`Books.quota_us`) at which it is full again; empty until the first charge."""
 
 
 @dataclass(slots=True)
@@ -135,6 +138,8 @@ class Books:
     policy: int = 0
     clock: int = 0
     wall: int = -1
+    skipped: int = 0
+    """Milliseconds by which the store's time passed, but not the clock."""
     opens_after: int = 0
     opens_at: int = 0
     """While closed: the clock at which admission opens at the latest; 0 = open."""
@@ -258,6 +263,7 @@ class Books:
         gap = 2 * self._fleet.heartbeat_ms
         passed = now - self.wall if self.wall >= 0 else 0
         self.clock += min(max(passed, 0), gap)
+        self.skipped += max(passed - gap, 0)
         self.wall = now
         self.work = WORK
         self.replay = False
@@ -429,6 +435,7 @@ class Books:
     def _withdraw(self, call: Call) -> None:
         del self.calls[call.id]
         self._leave(call)
+        self._refund_quotas(call)
 
     def _unpark(self, flows: Iterable[tuple[str, str, str]]) -> None:
         back = self.parked.intersection(flows)
@@ -588,6 +595,7 @@ class Books:
         self._vacate(call)
         if refund:
             self._correct(call, -call.charged)
+            self._refund_quotas(call)
 
     # -- the appointment book ------------------------------------------------------------------------------------
 
@@ -684,6 +692,7 @@ class Books:
         exclude: Sequence[str],
         charge: Sequence[int],
     ) -> Answer:
+        """`charge`: of each rate quota its bucket, what the call takes of it, and what it holds when it is full."""
         if self._foreign(owner, id_):
             return ["refused", "id", "", 0, 0, 0]
         known = self.calls.get(id_)
@@ -693,10 +702,10 @@ class Books:
             return ["refused", "settings", "", 0, 0, FIRST_APPOINTMENT_MS]
         call = Call(
             id_, "none", owner, "", key, class_, lane, blocks, sequences, prefill, 0, cost, self.clock + wait_ms, 0,
-            exclude=tuple(exclude), prefer=tuple(prefer), charge=tuple(charge),
+            exclude=tuple(exclude), prefer=tuple(prefer),
         )  # fmt: skip
         self._set_policy(key, weight, blocks_max, requests_max)
-        refusal = self._refuse_outright(call)
+        refusal = self._refuse_outright(call) or self._refuse_by_quota(key, charge)
         if refusal:
             return refusal
         self._dispatch()
@@ -706,13 +715,55 @@ class Books:
             self._pay(call)
             call.state = "reserved"
             self._reserve(call, replica)
-            return ["grant", replica.name]
+            return ["grant", replica.name, *self._pay_quotas(call, charge)]
         refusal = self._refuse_to_queue(call, queue_max, wait_ms)
         if refusal:
             return refusal
         wait = self._wait_told(call)
         self._enqueue(call)
-        return ["ticket", len(self._waiting(lane, class_)), wait]
+        return ["ticket", len(self._waiting(lane, class_)), wait, *self._pay_quotas(call, charge)]
+
+    # -- rate quotas ---------------------------------------------------------------------------------------------
+
+    @property
+    def quota_us(self) -> int:
+        """The store's time as it passed while it did not go backwards, in microseconds."""
+        return (self.clock + self.skipped) * 1000
+
+    def _missing(self, key: str, bucket: int) -> int:
+        """Microseconds until it is full."""
+        quotas = self._key(key).quotas or (0,) * QUOTA_BUCKETS
+        return max(quotas[bucket] - self.quota_us, 0)
+
+    def _refuse_by_quota(self, key: str, charge: Sequence[int]) -> Answer | None:
+        """The one that it takes longest to wait for; of equal ones the first."""
+        longest, refusal = 0, None
+        for bucket, cost, capacity in zip(charge[::3], charge[1::3], charge[2::3], strict=True):
+            left = capacity - self._missing(key, bucket)
+            if cost - left > longest:
+                longest = cost - left
+                refusal = ["refused", "quota_exceeded", "quota", bucket, max(left, 0), _ceil(longest, 1000)]
+        return refusal
+
+    def _pay_quotas(self, call: Call, charge: Sequence[int]) -> list[int]:
+        """What is missing in each bucket afterwards."""
+        costs = [item for pair in zip(charge[::3], charge[1::3], strict=True) for item in pair]
+        self._change_quotas(call.key, costs)
+        call.charge = tuple(costs)
+        return [self._missing(call.key, bucket) for bucket in charge[::3]]
+
+    def _change_quotas(self, name: str, costs: Sequence[int]) -> None:
+        """Bucket, microseconds...; what is negative is given back."""
+        if not costs:
+            return
+        key = self._key(name)
+        quotas = list(key.quotas or (0,) * QUOTA_BUCKETS)
+        for bucket, cost in zip(costs[::2], costs[1::2], strict=True):
+            quotas[bucket] = max(quotas[bucket], self.quota_us) + cost
+        key.quotas = tuple(quotas)
+
+    def _refund_quotas(self, call: Call) -> None:
+        self._change_quotas(call.key, [-item if i % 2 else item for i, item in enumerate(call.charge)])
 
     def _set_policy(self, name: str, weight: int, blocks_max: int, requests_max: int) -> None:
         key = self._key(name)
@@ -865,8 +916,11 @@ class Books:
             if name in self.replicas and self.replicas[name].held_for == call.id:
                 self.replicas[name].held_for = ""
 
-    def _settle(self, owner: str, id_: str, used: int, cost: int) -> Answer:
-        """`used`: blocks really used, `cost`: block-seconds really held; -1 where unknown."""
+    def _settle(self, owner: str, id_: str, used: int, cost: int, corrections: Sequence[int]) -> Answer:
+        """`used`: blocks really used, `cost`: block-seconds really held; -1 where unknown.
+
+        `corrections`: bucket, microseconds that were charged too little (negative: too much), for a call that ran.
+        """
         call = self._mine(owner, id_)
         if call is None:
             return ["gone"]
@@ -877,6 +931,8 @@ class Books:
             self._release(call, refund=True)
             return ["released"]
         self._release(call, refund=False)
+        if call.charge:
+            self._change_quotas(call.key, corrections)
         if cost >= 0 and call.charged:
             self._correct(call, _ceil((cost - call.cost) * TAG_SCALE, self._key(call.key).weight))
         return ["settled"]

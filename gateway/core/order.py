@@ -1,6 +1,6 @@
 """Constants of the queue's order, shared by the specification and the Lua (a test compares them)."""
 
-LAYOUT = 1
+LAYOUT = 2
 """Number of the layout of the keys; two layouts side by side would hand the budget out twice."""
 LOOKAHEAD = 8
 """Flows of one class that a dispatch looks at before it leaves the class."""
@@ -24,6 +24,8 @@ APPOINTMENT_MAX_MS = 60_000
 """No answer sends a client away for longer, so the book of appointments does not reach further."""
 DIGEST_MODULUS = 2**48
 """The digest's sum of ids stays an exact double in Lua: 48 bits plus one id of 40."""
+QUOTA_BUCKETS = 6
+"""Rate quotas that a key may have."""
 ID_BITS = 40
 BATCH_OPS = 64
 """Ops of one batch."""

@@ -14,7 +14,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
         "state", "owner", "replica", "key", "class", "lane", "blocks", "sequences", "prefill", "prefilling", "cost",
         "deadline", "arrival", "passed", "attempt", "charged", "exclude", "prefer", "charge",
     ),
-    "key": ("weight", "blocks_max", "requests_max", "blocks", "calls"),
+    "key": ("weight", "blocks_max", "requests_max", "blocks", "calls", "quotas"),
     "flow": ("tag", "waiting", "blocks", "weight", "parked"),
     "session": ("batch", "told", "declared", "count", "sum"),
     "line": ("virtual", "waiting", "blocks", "weights", "credit"),

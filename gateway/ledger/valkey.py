@@ -340,7 +340,7 @@ class ValkeyLedger:
                 self._observer(Healed(self.fleet, kind, len(found)))
 
     def _settle_unknown(self, id_: str) -> None:
-        self.channel.free(["S", id_, -1, -1], lambda _: self.unclaimed(id_))
+        self.channel.free(["S", id_, -1, -1, []], lambda _: self.unclaimed(id_))
 
 
 def _words(code: Code, knob: str, measured: int, limit: int, admission: Admission) -> str:

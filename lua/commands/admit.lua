@@ -5,8 +5,10 @@
 --- @include "lib/refusals"
 --- @include "lib/appointments"
 --- @include "lib/queue"
+--- @include "lib/quotas"
 -- A id key class lane blocks sequences prefill cost wait_ms weight blocks_max requests_max queue_max prefer exclude
--- charge: admit.  grant replica | ticket position wait_ms | refused code knob measured limit retry_ms
+-- charge: admit.  grant replica missing_us... | ticket position wait_ms missing_us... | refused code knob measured
+-- limit retry_ms
 
 -- Whether some replica that is up is large enough.
 local function has_backend(call)
@@ -72,7 +74,7 @@ function admit.check(op)
   check.integers(op, 14, 14, 0) -- queue_max
   check.name_list(op, 15)
   check.name_list(op, 16)
-  check.integer_list(op, 17)
+  check.charge(op, 17)
 end
 
 function admit.run(owner, id, key, class, lane, blocks, sequences, prefill, cost, wait_ms, weight, blocks_max,
@@ -84,9 +86,9 @@ function admit.run(owner, id, key, class, lane, blocks, sequences, prefill, cost
   end
   local call = {state = 'none', owner = owner, replica = '', key = key, class = class, lane = lane, blocks = blocks,
     sequences = sequences, prefill = prefill, prefilling = 0, cost = cost, deadline = books.meta.clock + wait_ms,
-    arrival = 0, passed = 0, attempt = 0, charged = 0, exclude = exclude, prefer = prefer, charge = charge}
+    arrival = 0, passed = 0, attempt = 0, charged = 0, exclude = exclude, prefer = prefer, charge = {}}
   flows.set_policy(key, weight, blocks_max, requests_max)
-  local refusal = refuse_outright(call)
+  local refusal = refuse_outright(call) or quotas.refuse(key, charge)
   if refusal then return refusal end
   dispatch.run()
   local replica = at_once(id, call)
@@ -94,11 +96,11 @@ function admit.run(owner, id, key, class, lane, blocks, sequences, prefill, cost
     number(call)
     reserve.pay(call)
     reserve.take(id, call, replica, 'reserved')
-    return {'grant', replica.name}
+    return quotas.pay(call, charge, {'grant', replica.name})
   end
   refusal = refusals.to_queue(call, queue_max, wait_ms)
   if refusal then return refusal end
   local wait = appointments.wait_told(call)
   enqueue(id, call)
-  return {'ticket', flows.line(lane, class).waiting, wait}
+  return quotas.pay(call, charge, {'ticket', flows.line(lane, class).waiting, wait})
 end

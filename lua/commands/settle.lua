@@ -1,16 +1,19 @@
 --- @include "lib/owners"
 --- @include "lib/check"
 --- @include "lib/queue"
--- S id used cost: give back from any state.  used: blocks really used, cost: block-seconds really held, -1 = unknown.
+--- @include "lib/quotas"
+-- S id used cost corrections: give back from any state.  used: blocks really used, cost: block-seconds really held, -1 =
+-- unknown.  corrections, of a call that ran: bucket of a rate quota, microseconds charged too little (negative: too much).
 -- withdrawn | released | settled | gone
 
 function settle.check(op)
-  check.length(op, 4)
+  check.length(op, 5)
   check.id(op)
   check.integers(op, 3, 4, -1)
+  check.corrections(op, 5)
 end
 
-function settle.run(owner, id, _, cost)
+function settle.run(owner, id, _, cost, corrections)
   local call = owners.mine(owner, id)
   if not call then return {'gone'} end
   if call.state == 'queued' then
@@ -22,6 +25,7 @@ function settle.run(owner, id, _, cost)
     return {'released'}
   end
   reserve.release(id, call, false)
+  if #call.charge > 0 then quotas.change(call.key, corrections) end
   if cost >= 0 and call.charged > 0 then reserve.true_up(call, cost) end
   return {'settled'}
 end

@@ -2,7 +2,7 @@
 --- @include "lib/rows"
 --- @include "lib/zsets"
 -- The content of one fleet's keys while a script runs, and the ledger clock.
-local LAYOUT, WORK = 1, 64
+local LAYOUT, WORK = 2, 64
 
 local meta_key -- of the fleet
 local pools -- name -> rows of its replicas
@@ -39,13 +39,13 @@ end
 -- The packed settings, false where this store was never configured; an error where another layout is in use.
 function books.read_meta()
   local values = redis.call('HMGET', meta_key, 'config', 'layout', 'run', 'epoch', 'policy', 'clock', 'wall', 'opens_after',
-    'opens_at', 'arrivals', 'dirty')
+    'opens_at', 'arrivals', 'dirty', 'skipped')
   if values[2] and tonumber(values[2]) ~= LAYOUT then
     error({err = 'LAYOUT the store holds layout ' .. values[2] .. ', this kvgate uses ' .. LAYOUT})
   end
-  for i = 4, 11 do values[i] = tonumber(values[i] or 0) end
+  for i = 4, 12 do values[i] = tonumber(values[i] or 0) end
   books.meta = {run = values[3], epoch = values[4], policy = values[5], clock = values[6], wall = values[7],
-    opens_after = values[8], opens_at = values[9], arrivals = values[10], dirty = values[11]}
+    opens_after = values[8], opens_at = values[9], arrivals = values[10], dirty = values[11], skipped = values[12]}
   return values[1]
 end
 
@@ -159,6 +159,7 @@ function books.open(packed_config, now)
   local meta, longest = books.meta, 2 * books.config.heartbeat_ms
   local passed = meta.wall >= 0 and now - meta.wall or 0
   meta.clock = meta.clock + math.min(math.max(passed, 0), longest)
+  if passed > longest then books.set('skipped', meta.skipped + passed - longest) end
   meta.wall = now
   read_replicas()
   books.waiting = redis.call('ZCARD', zsets.QUEUE)

@@ -1,6 +1,6 @@
 -- An op is checked whole before it writes anything: a number that is no integer within 2^53 must never reach the books.
 -- An argument of another type fails where it is compared; op[1] is the op's letter, argument i is op[i + 1].
-local INTEGER_MAX = 9007199254740992
+local INTEGER_MAX, QUOTA_BUCKETS = 9007199254740992, 6
 
 local function refuse(i, kind)
   error('argument ' .. i - 1 .. ' is not ' .. kind, 0)
@@ -36,7 +36,29 @@ function check.name_list(op, i)
   check.names(op[i], 1, #op[i])
 end
 
-function check.integer_list(op, i)
-  if type(op[i]) ~= 'table' then refuse(i, 'a list') end
-  check.integers(op[i], 1, #op[i], 0)
+local function lists(op, i, size)
+  if type(op[i]) ~= 'table' or #op[i] % size ~= 0 then refuse(i, 'a list of ' .. size .. ' values each') end
+end
+
+local function bucket(list, i)
+  check.integers(list, i, i, 0)
+  if list[i] >= QUOTA_BUCKETS then refuse(i, 'a bucket') end
+end
+
+-- Bucket, microseconds, microseconds that it holds.
+function check.charge(op, i)
+  lists(op, i, 3)
+  for k = 1, #op[i], 3 do
+    bucket(op[i], k)
+    check.integers(op[i], k + 1, k + 2, 0)
+  end
+end
+
+-- Bucket, microseconds that may be negative.
+function check.corrections(op, i)
+  lists(op, i, 2)
+  for k = 1, #op[i], 2 do
+    bucket(op[i], k)
+    check.integers(op[i], k + 1, k + 1, -INTEGER_MAX)
+  end
 end

@@ -1,4 +1,5 @@
 --- @include "lib/flows"
+--- @include "lib/quotas"
 -- Tickets and parking: every index of the queue is written here and nowhere else.
 
 local function order_member(call, flow)
@@ -130,4 +131,5 @@ end
 function queue.withdraw(id, call)
   queue.leave(id, call)
   flows.forget_call(id, call)
+  quotas.refund(call)
 end

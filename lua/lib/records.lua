@@ -41,13 +41,13 @@ local kinds = {
     end,
   },
   keys = {
-    key = 7, header = '\149', blank = {1, -1, -1, 0, 0},
-    read = function(_, weight, blocks_max, requests_max, blocks, calls)
+    key = 7, header = '\150', blank = {1, -1, -1, 0, 0, {}},
+    read = function(_, weight, blocks_max, requests_max, blocks, calls, quotas)
       return {weight = weight, blocks_max = blocks_max, requests_max = requests_max, blocks = blocks,
-        calls = calls}
+        calls = calls, quotas = quotas}
     end,
     write = function(row)
-      return row.weight, row.blocks_max, row.requests_max, row.blocks, row.calls
+      return row.weight, row.blocks_max, row.requests_max, row.blocks, row.calls, row.quotas
     end,
   },
   sessions = {

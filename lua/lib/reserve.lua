@@ -1,5 +1,6 @@
 --- @include "lib/placement"
 --- @include "lib/queue"
+--- @include "lib/quotas"
 -- Taking and giving back blocks, sequences and prefill tokens, and what a call pays for them in the fair order.
 local TAG_SCALE, DIGEST_MODULUS = 64, 281474976710656
 
@@ -112,7 +113,9 @@ end
 function reserve.release(id, call, refund)
   reserve.vacate(id, call)
   flows.forget_call(id, call)
-  if refund then reserve.correct(call, -call.charged) end
+  if not refund then return end
+  reserve.correct(call, -call.charged)
+  quotas.refund(call)
 end
 
 -- The owner is gone: what never ran is refunded, for what ran the charge stays.

@@ -164,6 +164,18 @@ PLACES = tuple(
 )
 
 
+CHARGES: tuple[list[int], ...] = (
+    [],
+    [],
+    [],
+    [0, 1_000_000, 4_000_000],
+    [0, 400_000, 1_000_000, 2, 3_000_000, 6_000_000],
+    [5, 2_000_000, 2_000_000],
+    [3, 1, 2, 0, 999_999, 1_000_000],
+)
+"""Rate quotas of a few seconds: bucket, what the call takes, what it holds."""
+
+
 @st.composite
 def admits(draw: DrawFn, world: World) -> Op:
     key = draw(st.sampled_from(sorted(world.policies)))
@@ -174,7 +186,7 @@ def admits(draw: DrawFn, world: World) -> Op:
     prefer, exclude = draw(st.sampled_from(PLACES))
     seconds, wait, depth = draw(st.sampled_from(PATIENCE))
     return ["A", world.new_id(), key, class_, lane, blocks, sequences, prefill, blocks * seconds, wait,
-            *world.policies[key], depth, prefer, exclude, []]  # fmt: skip
+            *world.policies[key], depth, prefer, exclude, draw(st.sampled_from(CHARGES))]  # fmt: skip
 
 
 # -- batches ---------------------------------------------------------------------------------------------------------
@@ -234,12 +246,12 @@ def settles(draw: DrawFn, world: World, owner: str) -> list[Op]:
 
 def clearances(world: World, owner: str) -> st.SearchStrategy[list[Op]]:
     """Everything that runs is given back at once: much is granted in one dispatch."""
-    return st.just([["S", c.id, -1, -1] for c in world.calls(owner, "reserved", "unclaimed")])
+    return st.just([["S", c.id, -1, -1, []] for c in world.calls(owner, "reserved", "unclaimed")])
 
 
 @st.composite
 def withdrawals(draw: DrawFn, world: World, owner: str) -> list[Op]:
-    return [["S", c.id, -1, -1] for c in _some(draw, world.calls(owner, "queued"))]
+    return [["S", c.id, -1, -1, []] for c in _some(draw, world.calls(owner, "queued"))]
 
 
 @st.composite
@@ -287,7 +299,11 @@ def heartbeats(draw: DrawFn, world: World, owner: str) -> list[Op]:
 MALFORMED: tuple[Op, ...] = (
     ["X"],
     ["S", "00000000aa"],
-    ["S", "short", 1, 1],
+    ["S", "short", 1, 1, []],
+    ["S", "00000000aa", 1, 1, [6, 1]],
+    ["S", "00000000aa", 1, 1, [0]],
+    ["A", "00000000ba", "k0", "normal", "a", 1, 1, 0, 1, 9, 1, -1, -1, 9, [], [], [0, 1]],
+    ["A", "00000000ba", "k0", "normal", "a", 1, 1, 0, 1, 9, 1, -1, -1, 9, [], [], [0, -1, 5]],
     ["Z", "00000000aa", 0],
     ["Z", "00000000aa", 1.5],
     ["H", 2**53, 0],
@@ -300,7 +316,14 @@ MALFORMED: tuple[Op, ...] = (
 @st.composite
 def settle(draw: DrawFn, call: Call) -> Op:
     used, cost = draw(st.sampled_from(((-1, -1), (1, 0), (1, 1), (1, call.cost * 2))))
-    return ["S", call.id, used, cost]
+    corrections = draw(
+        st.sampled_from(([], [], [0, -1_000_000], [0, 2_500_000, 5, -1], [call_bucket(call), 7]))
+    )
+    return ["S", call.id, used, cost, corrections]
+
+
+def call_bucket(call: Call) -> int:
+    return call.charge[0] if call.charge else 1
 
 
 @st.composite

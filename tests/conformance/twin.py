@@ -110,9 +110,9 @@ def lua_content(content: Content) -> dict[str, Any]:
         for name, row in _hash(content, "flows").items()
         if row["waiting"] or row["tag"] > virtual.get(name.rsplit(":", 1)[0], 0)
     }
-    scalars = ("epoch", "policy", "clock", "wall", "opens_after", "opens_at", "arrivals", "dirty")
+    scalars = ("epoch", "policy", "clock", "wall", "skipped", "opens_after", "opens_at", "arrivals", "dirty")
     return {
-        "meta": {name: int(meta[name]) for name in scalars},
+        "meta": {name: int(meta.get(name, 0)) for name in scalars},
         "replicas": _hash(content, "replicas"),
         "calls": _hash(content, "calls"),
         "keys": _hash(content, "keys"),
@@ -181,6 +181,7 @@ def spec_content(books: Books) -> dict[str, Any]:
             "policy": books.policy,
             "clock": books.clock,
             "wall": books.wall,
+            "skipped": books.skipped,
             "opens_after": books.opens_after,
             "opens_at": books.opens_at,
             "arrivals": books.arrivals,

@@ -59,5 +59,5 @@ async def call_too_many(scene: Scene) -> None:
 async def call_missing(scene: Scene) -> None:
     call = next(iter(scene.books().calls.values()))
     scene.strike()
-    assert plant(scene, call.owner, ["S", call.id, -1, -1]) == [["settled"]]
+    assert plant(scene, call.owner, ["S", call.id, -1, -1, []]) == [["settled"]]
     await healed(scene, redeclared=1)
