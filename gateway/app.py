@@ -17,9 +17,10 @@ from typing import Any
 from gateway import __version__
 from gateway.call import Fleet
 from gateway.config import Fleet as FleetSettings
-from gateway.config import KeyEntry, Secrets, Settings, load_keys
+from gateway.config import KeyEntry, Limits, Secrets, Settings, load_keys
 from gateway.core.events import Event as Fact
 from gateway.core.lifecycle import Event
+from gateway.core.quota import BUCKETS, Quota
 from gateway.flow import Flow
 from gateway.http.admin import create_api
 from gateway.http.auth import Key, Keyring, anonymous
@@ -347,9 +348,20 @@ def _key(entry: KeyEntry) -> Key:
         blocks_max=limits.blocks_max,
         context_tokens_max=limits.context_tokens_max,
         max_output_tokens=limits.max_output_tokens,
+        quotas=_quotas(limits),
         expires_ms=entry.expires_ms,
         digest=bytes.fromhex(entry.sha256),
     )
+
+
+def _quotas(limits: Limits) -> tuple[Quota, ...]:
+    found = []
+    for bucket, (unit, window, _) in enumerate(BUCKETS):
+        limit = getattr(limits, f"{unit}_per_{window}")
+        if limit is not None:
+            burst = limits.minute_burst if window == "minute" else 1.0
+            found.append(Quota(bucket, limit, max(int(limit * burst), 1)))
+    return tuple(found)
 
 
 def _replica_specs(fleet: FleetSettings) -> list[ReplicaSpec]:

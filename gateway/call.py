@@ -11,6 +11,7 @@ from gateway.core import lifecycle
 from gateway.core.estimate import Demand
 from gateway.core.lifecycle import Event, Phase, Step
 from gateway.core.outcomes import Code, Outcome, Refusal
+from gateway.core.quota import Charge, Quota
 from gateway.core.request import GenerationRequest
 from gateway.core.route import KeyLimits
 from gateway.core.sse import Usage
@@ -33,6 +34,7 @@ class Terms(msgspec.Struct, frozen=True):
     class_: str
     weight: int
     requests_max: int | None
+    quotas: tuple[Quota, ...]
     limits: KeyLimits
     wait_ms: int
     queue_max: int
@@ -54,6 +56,8 @@ class Call:
     task: asyncio.Task[object]
     phase: Phase = Phase.ESTIMATING
     demand: Demand | None = None
+    charges: tuple[Charge, ...] = ()
+    """What it takes of its key's rate quotas."""
     grant: Grant | None = None
     tried: list[str] = field(default_factory=list)
     """Replicas that failed."""
@@ -99,6 +103,7 @@ class Call:
             blocks_max=-1 if terms.limits.blocks_max is None else terms.limits.blocks_max,
             requests_max=-1 if terms.requests_max is None else terms.requests_max,
             queue_max=terms.queue_max,
+            charges=self.charges,
             body_bytes=len(self.request.body),
         )
 

@@ -189,6 +189,14 @@ class Limits(_Strict, frozen=True, kw_only=True):
     blocks_max: Count | None = None
     context_tokens_max: Count | None = None
     max_output_tokens: Count | None = None
+    requests_per_minute: Count | None = None
+    requests_per_day: Count | None = None
+    prompt_tokens_per_minute: Count | None = None
+    prompt_tokens_per_day: Count | None = None
+    output_tokens_per_minute: Count | None = None
+    output_tokens_per_day: Count | None = None
+    minute_burst: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """The part of a minute's quota that may be used at once."""
 
 
 class KeyEntry(_Strict, frozen=True, kw_only=True):

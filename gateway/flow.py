@@ -20,6 +20,7 @@ from gateway.core.lifecycle import Action, Event, Step
 from gateway.core.outcomes import Code, Refusal
 from gateway.core.prefill import PrefillTimes
 from gateway.core.prompt import Prompt, PromptTokens
+from gateway.core.quota import Units, charges, corrections, never_fits
 from gateway.core.request import forward
 from gateway.core.route import candidate_lanes, hopeless, route
 from gateway.ledger.api import Grant, Reservation
@@ -66,6 +67,11 @@ class Flow:
         if isinstance(demand, Refusal):
             return demand
         call.demand = demand
+        if call.terms.quotas:
+            call.charges = charges(call.terms.quotas, demand.units)
+            refusal = never_fits(call.charges)
+            if refusal:
+                return refusal
         call.advance(Event.COUNTED)
         for _ in range(UNKNOWN_TRIES):
             with contextlib.suppress(_UnknownReplica):
@@ -90,7 +96,7 @@ class Flow:
                 answer = await reservation.moved(answer.replica)
             return answer
         finally:
-            reservation.settle(*_held(call, demand))
+            reservation.settle(*_held(call, demand), _quota_corrections(call, demand))
 
     # -- estimate ------------------------------------------------------------------------------------------------
 
@@ -203,6 +209,22 @@ def _held(call: Call, demand: Demand) -> tuple[int | None, int | None]:
         return None, None
     held_seconds = max(1, math.ceil(time.monotonic() - call.sent_at))
     return unshared_blocks_used(call, demand), demand.unshared_blocks * held_seconds
+
+
+def _quota_corrections(call: Call, demand: Demand) -> list[int]:
+    """What nobody got is not charged; of an answer what was generated, as far as it is known."""
+    return corrections(call.charges, _units_used(call, demand)) if call.charges else []
+
+
+def _units_used(call: Call, demand: Demand) -> Units:
+    if not call.status or call.status >= 400:
+        return Units()
+    estimate, usage = demand.units, call.usage
+    if usage is not None and usage.completion_tokens is not None:
+        return Units(1, usage.prompt_tokens, usage.completion_tokens)
+    return Units(
+        1, estimate.prompt_tokens, call.output_events if call.request.stream else estimate.output_tokens
+    )
 
 
 def unshared_blocks_used(call: Call, demand: Demand) -> int | None:

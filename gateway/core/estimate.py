@@ -6,6 +6,7 @@ from functools import lru_cache
 import msgspec
 
 from gateway.core.prompt import Prompt, PromptTokens
+from gateway.core.quota import Units
 from gateway.core.request import GenerationRequest
 
 LONGEST_TOKEN_BYTES = 128
@@ -37,6 +38,11 @@ class Demand(msgspec.Struct, frozen=True):
     """Prompt tokens charged against the prefill budget; 0 for short prompts."""
     cost: int
     """Block-seconds."""
+
+    @property
+    def units(self) -> Units:
+        """What a key's rate quotas count of it before it runs: the most that it may take."""
+        return Units(1, self.prompt_tokens, self.output_tokens * self.sequences)
 
 
 def apply_factor(tokens: int, factor: float) -> int:

@@ -104,5 +104,7 @@ class Refusal(msgspec.Struct, frozen=True):
     """Milliseconds until a retry makes sense; None where repeating the call cannot help."""
     should_retry: bool | None = None
     """Sent as `x-should-retry` when set; False for a call that can never fit."""
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+    """Further ones of the answer."""
     cached: bool = False
     """Given from this process's memory of the store's last answer (`x-kvgate-refused-by: cache`)."""

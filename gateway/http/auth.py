@@ -10,6 +10,8 @@ import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from gateway.core.quota import Quota
+
 SECRET_PREFIX = "kvg_"
 SECRET_BYTES_MAX = 512
 """Longer credentials are wrong without being hashed."""
@@ -29,6 +31,7 @@ class Key:
     blocks_max: int | None = None
     context_tokens_max: int | None = None
     max_output_tokens: int | None = None
+    quotas: tuple[Quota, ...] = ()
     expires_ms: int | None = None
     """Epoch milliseconds."""
     digest: bytes = field(default=b"", repr=False)

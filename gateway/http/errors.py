@@ -41,6 +41,7 @@ def answer_of(refusal: Refusal, overload_status: int, jitter: float, allow: str 
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
         (b"x-kvgate-reason", refusal.code.encode()),
+        *refusal.headers,
     ]
     if status in (429, 503) or refusal.code in FLEET_OVERLOAD:
         headers += _retry_headers(_retry_ms(refusal, jitter))

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from gateway.call import Call, Fleet, Terms
+from gateway.core import quota
 from gateway.core.events import CallEnded, Observer
 from gateway.core.headers import request_headers
 from gateway.core.lifecycle import Event, Phase
@@ -279,6 +280,7 @@ class Proxy:
             class_=key.class_ if key.class_ in self._settings.classes else self._settings.default_class,
             weight=key.weight,
             requests_max=key.requests_max,
+            quotas=key.quotas,
             limits=KeyLimits(key.context_tokens_max, key.max_output_tokens, key.blocks_max),
             wait_ms=queue.wait_ms,
             queue_max=queue.queue_max,
@@ -335,6 +337,8 @@ class Proxy:
             ]
             if self._settings.show_replica:
                 headers.append((b"x-kvgate-replica", call.grant.replica.encode()))
+            if call.grant.left:
+                headers += quota.headers(call.grant.left)
         if call.request.stream:
             headers += [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
         return headers

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import msgspec
 
 from gateway.core.outcomes import Refusal
+from gateway.core.quota import Charge, Left
 
 
 class Admission(msgspec.Struct, frozen=True):
@@ -29,6 +30,8 @@ class Admission(msgspec.Struct, frozen=True):
     """The key's cap on calls running at once; -1 for none."""
     queue_max: int
     """Tickets that its lane and class may hold; 0 switches the queue off."""
+    charges: tuple[Charge, ...] = ()
+    """What it takes of its key's rate quotas."""
     body_bytes: int = 0
     """Memory that the call keeps while the store is away."""
 
@@ -39,6 +42,8 @@ class Grant(msgspec.Struct, frozen=True):
     """Milliseconds between asking and being granted."""
     queued: bool
     """True when the call held a ticket."""
+    left: tuple[Left, ...] = ()
+    """Of its key's rate quotas, when it was admitted or got its ticket."""
 
 
 class Reservation(Protocol):
@@ -62,8 +67,11 @@ class Reservation(Protocol):
         """The prompt has been computed: its share of the prefill budget is given back."""
         ...
 
-    def settle(self, used_blocks: int | None, cost: int | None) -> None:
-        """Give everything back.  A second call does nothing.  `cost`: block-seconds really held, None = unknown."""
+    def settle(self, used_blocks: int | None, cost: int | None, corrections: Sequence[int] = ()) -> None:
+        """Give everything back.  A second call does nothing.
+
+        `cost`: block-seconds really held, None = unknown; `corrections`: as `core.quota.corrections` makes them.
+        """
         ...
 
 

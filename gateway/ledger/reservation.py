@@ -1,11 +1,12 @@
 """One call's guard on this process's side: what it asked for, what it was given, and giving it back once."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from functools import partial
 from typing import TYPE_CHECKING
 
+from gateway.core import quota
 from gateway.core.outcomes import Refusal
 from gateway.ledger.api import Admission, Grant, Lost
 from gateway.ledger.channel import Result
@@ -32,7 +33,7 @@ class Ask:
     """`Reservation` of the Valkey ledger.  All methods run on the event loop; results come from the channel's task."""
 
     __slots__ = (
-        "_answer", "_asked_at", "_claiming", "_ledger", "_lost", "_timer", "_unheard", "_used", "abandoned",
+        "_answer", "_asked_at", "_claiming", "_ledger", "_left", "_lost", "_timer", "_unheard", "_used", "abandoned",
         "admission", "by_force", "exclude", "id", "phase", "prefill", "queued", "replica", "started_at",
     )  # fmt: skip
 
@@ -57,9 +58,10 @@ class Ask:
         self.prefill = admission.prefill
         """What it holds of a prefill budget until its first token."""
         self._claiming = False
+        self._left: tuple[quota.Left, ...] = ()
         self._unheard = False
         """Admitted here while the store was away, which has answered nothing about this id yet."""
-        self._used: tuple[int, int] = (-1, -1)
+        self._used: tuple[int, int, list[int]] = (-1, -1, [])
 
     @property
     def unanswered(self) -> bool:
@@ -101,12 +103,13 @@ class Ask:
             self._ledger.channel.free(["F", self.id], partial(self._on_claim, self.id))
         self._ledger.wake()
 
-    def settle(self, used_blocks: int | None, cost: int | None) -> None:
+    def settle(self, used_blocks: int | None, cost: int | None, corrections: Sequence[int] = ()) -> None:
         if self.phase in (Phase.SETTLING, Phase.GONE):
             return
         self._disarm()
         self._resolve(self._ledger.draining_refusal())
-        self._used = (-1 if used_blocks is None else used_blocks, -1 if cost is None else cost)
+        used = -1 if used_blocks is None else used_blocks
+        self._used = (used, -1 if cost is None else cost, list(corrections))
         if self._recall():
             self.forget()
         elif self.phase is Phase.ASKED:
@@ -136,7 +139,7 @@ class Ask:
         a = self.admission
         arguments = [
             "A", self.id, a.key, a.class_, a.lane, a.blocks, a.sequences, a.prefill, a.cost, self._wait_left_ms(),
-            a.weight, a.blocks_max, a.requests_max, a.queue_max, [], list(self.exclude), [],
+            a.weight, a.blocks_max, a.requests_max, a.queue_max, [], list(self.exclude), quota.arguments(a.charges),
         ]  # fmt: skip
         self._ledger.channel.admit(arguments, partial(self._on_admit, self.id))
 
@@ -206,8 +209,10 @@ class Ask:
     def _take_answer(self, result: Result) -> None:
         if result[0] == "grant":
             self._claiming = True
+            self._left = quota.lefts(self.admission.charges, result[2:])
             self._reserved(result[1])
         elif result[0] == "ticket":
+            self._left = quota.lefts(self.admission.charges, result[3:])
             self._wait_in_queue()
         else:
             self._refused(result)
@@ -279,7 +284,8 @@ class Ask:
         self.phase = Phase.RESERVED
         self.replica = replica
         self._disarm()
-        self._resolve(Grant(replica, int((self._ledger.now() - self._asked_at) * 1000), self.queued))
+        waited_ms = int((self._ledger.now() - self._asked_at) * 1000)
+        self._resolve(Grant(replica, waited_ms, self.queued, self._left))
 
     def _refused(self, result: Result) -> None:
         """After an error it is not known what the store holds of the call."""

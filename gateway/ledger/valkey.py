@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gateway.core import quota
 from gateway.core.books import FleetConfig
 from gateway.core.events import Healed, Observer
 from gateway.core.order import DIGEST_MODULUS, FIRST_APPOINTMENT_MS, ID_BITS
@@ -243,6 +244,8 @@ class ValkeyLedger:
         if name == "settings":
             self._keeper.reconfigure()
             return Refusal(Code.STORE_UNAVAILABLE, SETTINGS_DIFFER, retry_ms=retry_ms)
+        if knob == "quota":
+            return quota.refusal(admission.charges, measured, limit, retry_ms)
         code = Code(name)
         message = _words(code, knob, measured, limit, admission)
         if code in HOPELESS:

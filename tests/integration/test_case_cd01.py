@@ -102,3 +102,12 @@ async def test_cap_of_a_key(new_world: World) -> None:
     crowd = start(new_world, 2, CALLS * BLOCKS, {"limits": {"blocks_max": BUDGET}})
     for number in range(5):
         await crowd.round("quota_exceeded", answered=number == 4)
+
+
+@pytest.mark.parametrize(("processes", "rounds"), [(1, 16), (2, 18), (4, 16)])
+async def test_tokens_per_minute_of_a_key(new_world: World, processes: int, rounds: int) -> None:
+    """The same for a rate quota: what leavers were charged comes back, what is answered is charged as it was."""
+    limits = {"output_tokens_per_minute": PLACES * OUTPUT_TOKENS}
+    crowd = start(new_world, processes, CALLS * BLOCKS, {"limits": limits})
+    for number in range(rounds):
+        await crowd.round("quota_exceeded", answered=number >= rounds - ANSWERED_ROUNDS)

@@ -1,0 +1,111 @@
+"""What a call takes of its key's rate quotas, and what a client is told of them."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.config import Limits
+from gateway.core import quota
+from gateway.core.order import QUOTA_BUCKETS
+from gateway.core.outcomes import Code
+from gateway.core.quota import BUCKETS, DAY_US, MINUTE_US, Charge, Left, Quota, Units
+
+COUNTS = st.integers(0, 10**7)
+UNITS = st.builds(Units, COUNTS, COUNTS, COUNTS)
+
+
+@st.composite
+def quotas(draw: st.DrawFn) -> list[Quota]:
+    buckets = draw(st.lists(st.sampled_from(range(len(BUCKETS))), unique=True))
+    limits = [draw(st.integers(1, 10**9)) for _ in buckets]
+    return [
+        Quota(bucket, limit, draw(st.integers(1, limit)))
+        for bucket, limit in zip(buckets, limits, strict=True)
+    ]
+
+
+def test_every_bucket_is_a_setting_and_fits_the_ledger() -> None:
+    assert len(BUCKETS) == QUOTA_BUCKETS
+    for bucket in range(len(BUCKETS)):
+        assert hasattr(Limits(), Quota(bucket, 1, 1).name)
+
+
+@given(quotas(), UNITS, UNITS)
+def test_a_corrected_charge_is_what_was_really_taken(
+    found: list[Quota], before: Units, really: Units
+) -> None:
+    taken = quota.charges(found, before)
+    corrections = quota.corrections(taken, really)
+    difference = dict(zip(corrections[::2], corrections[1::2], strict=True))
+    wanted = {c.quota.bucket: c.microseconds for c in quota.charges(found, really)}
+    assert {c.quota.bucket: c.microseconds + difference.get(c.quota.bucket, 0) for c in taken} == wanted
+
+
+@given(quotas(), UNITS)
+def test_what_goes_to_the_ledger_is_exact_there(found: list[Quota], units: Units) -> None:
+    """Integers below 2^53, and a call that the quota can ever hold never takes more than a full bucket."""
+    taken = quota.charges(found, units)
+    if quota.never_fits(taken):
+        return
+    arguments = quota.arguments(taken)
+    for bucket, cost, capacity in zip(arguments[::3], arguments[1::3], arguments[2::3], strict=True):
+        assert 0 <= cost <= capacity <= BUCKETS[bucket][2]
+        assert capacity < 2**53
+
+
+@pytest.mark.parametrize(
+    ("units", "code"), [(Units(1, 10, 100), None), (Units(1, 10, 101), Code.KEY_CAP_EXCEEDED)]
+)
+def test_more_than_a_full_bucket_never_fits(units: Units, code: Code | None) -> None:
+    refusal = quota.never_fits(quota.charges([Quota(0, 60, 60), Quota(4, 1000, 100)], units))
+    assert (refusal.code if refusal else None) == code
+    if refusal:
+        assert refusal.message == (
+            "the request may take 101 output tokens, "
+            "the key's limits.output_tokens_per_minute gives at most 100 at once"
+        )
+        assert refusal.should_retry is False
+        assert refusal.retry_ms is None
+
+
+def test_a_refusal_names_the_limit_and_the_true_time() -> None:
+    tokens = Quota(2, 1000, 1000)
+    refusal = quota.refusal(
+        [Charge(Quota(0, 60, 60), 1), Charge(tokens, 100)], 2, MINUTE_US * 38 // 1000, 37_200
+    )
+    assert refusal.code is Code.QUOTA_EXCEEDED
+    assert refusal.message == (
+        "the request may take 100 prompt tokens, "
+        "38 are left of the key's limits.prompt_tokens_per_minute, which is 1000"
+    )
+    assert refusal.retry_ms == 37_200
+    assert dict(refusal.headers) == {
+        b"x-ratelimit-limit-tokens": b"1000",
+        b"x-ratelimit-remaining-tokens": b"38",
+        b"x-ratelimit-reset-tokens": b"57.72s",
+    }
+
+
+def test_headers_tell_of_the_tightest_quota_of_each_kind() -> None:
+    left = [
+        Left(Quota(0, 60, 60), 30, MINUTE_US // 2),
+        Left(Quota(1, 1000, 1000), 10, DAY_US * 99 // 100),
+        Left(Quota(4, 500, 500), 500, 0),
+    ]
+    assert dict(quota.headers(left)) == {
+        b"x-ratelimit-limit-requests": b"1000",
+        b"x-ratelimit-remaining-requests": b"10",
+        b"x-ratelimit-reset-requests": b"23h45m36s",
+        b"x-ratelimit-limit-tokens": b"500",
+        b"x-ratelimit-remaining-tokens": b"500",
+        b"x-ratelimit-reset-tokens": b"0ms",
+    }
+
+
+@pytest.mark.parametrize(
+    ("missing_us", "told"),
+    [(1, b"1ms"), (999_000, b"999ms"), (1_000_000, b"1s"), (1_500_000, b"1.5s"), (360_000_000, b"6m0s"),
+     (DAY_US, b"24h0m0s")],
+)  # fmt: skip
+def test_a_span_is_written_as_openai_writes_it(missing_us: int, told: bytes) -> None:
+    assert dict(quota.headers([Left(Quota(1, 5, 5), 0, missing_us)]))[b"x-ratelimit-reset-requests"] == told
