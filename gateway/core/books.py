@@ -642,9 +642,14 @@ class Books:
         work = ahead + min(in_class, _ceil(own * sum(active.values()), weight))
         return work * DRAIN_WINDOW_MS // drain
 
-    def _wait_told(self, call: Call) -> int:
+    def _expected_wait(self, call: Call) -> int:
+        """-1 where nothing was given back yet."""
         drain = self._lane_drain(call.lane)
-        return self._predicted_wait(call, drain) if drain else FIRST_APPOINTMENT_MS
+        return self._predicted_wait(call, drain) if drain else -1
+
+    def _wait_told(self, call: Call) -> int:
+        wait = self._expected_wait(call)
+        return FIRST_APPOINTMENT_MS if wait < 0 else wait
 
     def _appointment(self, call: Call) -> int:
         """Milliseconds until a refused call should come back; it takes a place in the lane's book."""
@@ -688,11 +693,14 @@ class Books:
         blocks_max: int,
         requests_max: int,
         queue_max: int,
+        queue_key_max: int,
         prefer: Sequence[str],
         exclude: Sequence[str],
         charge: Sequence[int],
     ) -> Answer:
-        """`charge`: of each rate quota its bucket, what the call takes of it, and what it holds when it is full."""
+        """`queue_max`: tickets that its lane and class may hold, `queue_key_max`: those of them that are its key's.
+
+        `charge`: of each rate quota its bucket, what the call takes of it, and what it holds when it is full."""
         if self._foreign(owner, id_):
             return ["refused", "id", "", 0, 0, 0]
         known = self.calls.get(id_)
@@ -716,10 +724,10 @@ class Books:
             call.state = "reserved"
             self._reserve(call, replica)
             return ["grant", replica.name, *self._pay_quotas(call, charge)]
-        refusal = self._refuse_to_queue(call, queue_max, wait_ms)
+        refusal = self._refuse_to_queue(call, queue_max, queue_key_max, wait_ms)
         if refusal:
             return refusal
-        wait = self._wait_told(call)
+        wait = self._expected_wait(call)
         self._enqueue(call)
         return ["ticket", len(self._waiting(lane, class_)), wait, *self._pay_quotas(call, charge)]
 
@@ -807,12 +815,15 @@ class Books:
             return None
         return self._place(call)
 
-    def _refuse_to_queue(self, call: Call, queue_max: int, wait_ms: int) -> Answer | None:
+    def _refuse_to_queue(self, call: Call, queue_max: int, queue_key_max: int, wait_ms: int) -> Answer | None:
         waiting = len(self._waiting(call.lane, call.class_))
-        if waiting < queue_max and wait_ms > 0:
-            return None
-        if queue_max > waiting:
+        own = len(self._waiting(*_flow(call)))
+        if waiting < queue_max and wait_ms <= 0:
             return ["refused", "queue_timeout", "seconds_max", 0, wait_ms, self._wait_told(call)]
+        if waiting < queue_max and own >= queue_key_max:
+            return ["refused", "queue_full", "key_share", own, queue_key_max, self._appointment(call)]
+        if waiting < queue_max:
+            return self._refuse_too_late(call, wait_ms)
         if queue_max:
             return ["refused", "queue_full", "depth_max", waiting, queue_max, self._appointment(call)]
         if self.opens_at:
@@ -827,6 +838,13 @@ class Books:
             self._free(call),
             self._appointment(call),
         ]
+
+    def _refuse_too_late(self, call: Call, wait_ms: int) -> Answer | None:
+        """It would wait in vain, as far as anybody can tell."""
+        wait = self._expected_wait(call)
+        if wait <= wait_ms or self.opens_at:
+            return None
+        return ["refused", "predicted_wait", "wait_ms", wait, wait_ms, self._appointment(call)]
 
     def _refuse_capped(self, call: Call) -> Answer:
         key = self._key(call.key)

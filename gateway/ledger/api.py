@@ -30,6 +30,8 @@ class Admission(msgspec.Struct, frozen=True):
     """The key's cap on calls running at once; -1 for none."""
     queue_max: int
     """Tickets that its lane and class may hold; 0 switches the queue off."""
+    queue_key_max: int
+    """Tickets of these that may be its key's."""
     charges: tuple[Charge, ...] = ()
     """What it takes of its key's rate quotas."""
     body_bytes: int = 0

@@ -139,7 +139,8 @@ class Ask:
         a = self.admission
         arguments = [
             "A", self.id, a.key, a.class_, a.lane, a.blocks, a.sequences, a.prefill, a.cost, self._wait_left_ms(),
-            a.weight, a.blocks_max, a.requests_max, a.queue_max, [], list(self.exclude), quota.arguments(a.charges),
+            a.weight, a.blocks_max, a.requests_max, a.queue_max, a.queue_key_max, [],
+            list(self.exclude), quota.arguments(a.charges),
         ]  # fmt: skip
         self._ledger.channel.admit(arguments, partial(self._on_admit, self.id))
 

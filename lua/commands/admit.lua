@@ -6,8 +6,8 @@
 --- @include "lib/appointments"
 --- @include "lib/queue"
 --- @include "lib/quotas"
--- A id key class lane blocks sequences prefill cost wait_ms weight blocks_max requests_max queue_max prefer exclude
--- charge: admit.  grant replica missing_us... | ticket position wait_ms missing_us... | refused code knob measured
+-- A id key class lane blocks sequences prefill cost wait_ms weight blocks_max requests_max queue_max
+-- queue_key_max prefer exclude charge: admit.  grant replica missing_us... | ticket position wait_ms missing_us... | refused code knob measured
 -- limit retry_ms
 
 -- Whether some replica that is up is large enough.
@@ -64,21 +64,21 @@ local function enqueue(id, call)
 end
 
 function admit.check(op)
-  check.length(op, 17)
+  check.length(op, 18)
   check.id(op)
   check.names(op, 3, 5)
   check.integers(op, 6, 7, 1) -- blocks, sequences
   check.integers(op, 8, 10, 0) -- prefill, cost, wait_ms
   check.integers(op, 11, 11, 1) -- weight
   check.integers(op, 12, 13, -1) -- caps
-  check.integers(op, 14, 14, 0) -- queue_max
-  check.name_list(op, 15)
+  check.integers(op, 14, 15, 0) -- queue_max, queue_key_max
   check.name_list(op, 16)
-  check.charge(op, 17)
+  check.name_list(op, 17)
+  check.charge(op, 18)
 end
 
 function admit.run(owner, id, key, class, lane, blocks, sequences, prefill, cost, wait_ms, weight, blocks_max,
-                   requests_max, queue_max, prefer, exclude, charge)
+                   requests_max, queue_max, queue_key_max, prefer, exclude, charge)
   if owners.foreign(owner, id) then return {'refused', 'id', '', 0, 0, 0} end
   if rows.fetch(records.calls, id) then return claim.run(owner, id) end
   if not books.config.pools[lane] or not books.config.shares[class] then
@@ -98,9 +98,9 @@ function admit.run(owner, id, key, class, lane, blocks, sequences, prefill, cost
     reserve.take(id, call, replica, 'reserved')
     return quotas.pay(call, charge, {'grant', replica.name})
   end
-  refusal = refusals.to_queue(call, queue_max, wait_ms)
+  refusal = refusals.to_queue(call, queue_max, queue_key_max, wait_ms)
   if refusal then return refusal end
-  local wait = appointments.wait_told(call)
+  local wait = appointments.expected_wait(call)
   enqueue(id, call)
   return quotas.pay(call, charge, {'ticket', flows.line(lane, class).waiting, wait})
 end

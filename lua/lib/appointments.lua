@@ -33,10 +33,15 @@ local function predicted_wait(call, rate)
   return math.floor((ahead + ahead_in_class) * drain.WINDOW_MS / rate)
 end
 
-function appointments.wait_told(call)
+-- -1 where nothing was given back yet.
+function appointments.expected_wait(call)
   local rate = lane_drain(call.lane)
-  if rate == 0 then return drain.FIRST_APPOINTMENT_MS end
-  return predicted_wait(call, rate)
+  return rate > 0 and predicted_wait(call, rate) or -1
+end
+
+function appointments.wait_told(call)
+  local wait = appointments.expected_wait(call)
+  return wait < 0 and drain.FIRST_APPOINTMENT_MS or wait
 end
 
 -- Milliseconds until a refused call should come back; it takes a place in the lane's book.

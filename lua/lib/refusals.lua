@@ -46,14 +46,27 @@ local function most_free(call)
   return free
 end
 
+-- It would wait in vain, as far as anybody can tell.
+local function too_late(call, wait_ms)
+  local wait = appointments.expected_wait(call)
+  if wait <= wait_ms or books.meta.opens_at > 0 then return nil end
+  return {'refused', 'predicted_wait', 'wait_ms', wait, wait_ms, appointments.book(call)}
+end
+
 -- nil = it may wait.
-function refusals.to_queue(call, queue_max, wait_ms)
+local function to_open_queue(call, queue_key_max, wait_ms)
+  if wait_ms <= 0 then return {'refused', 'queue_timeout', 'seconds_max', 0, wait_ms, appointments.wait_told(call)} end
+  local own = rows.fetch(records.flows, flows.name_of(call)).waiting
+  if own < queue_key_max then return too_late(call, wait_ms) end
+  return {'refused', 'queue_full', 'key_share', own, queue_key_max, appointments.book(call)}
+end
+
+-- nil = it may wait.
+function refusals.to_queue(call, queue_max, queue_key_max, wait_ms)
   local waiting, meta = flows.line(call.lane, call.class).waiting, books.meta
-  if waiting < queue_max and wait_ms > 0 then return nil end
-  local due = appointments
-  if waiting < queue_max then return {'refused', 'queue_timeout', 'seconds_max', 0, wait_ms, due.wait_told(call)} end
-  if queue_max > 0 then return {'refused', 'queue_full', 'depth_max', waiting, queue_max, due.book(call)} end
+  if waiting < queue_max then return to_open_queue(call, queue_key_max, wait_ms) end
+  if queue_max > 0 then return {'refused', 'queue_full', 'depth_max', waiting, queue_max, appointments.book(call)} end
   if meta.opens_at > 0 then return {'refused', 'store_unavailable', '', 0, 0, meta.opens_at - meta.clock} end
   if placement.capped(call) then return capped(call) end
-  return {'refused', 'capacity_exceeded', 'limit', call.blocks, most_free(call), due.book(call)}
+  return {'refused', 'capacity_exceeded', 'limit', call.blocks, most_free(call), appointments.book(call)}
 end

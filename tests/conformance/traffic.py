@@ -155,9 +155,9 @@ PATIENCE = tuple(
     (seconds, wait, depth)
     for seconds in (1, 5)
     for wait in (0, 1, 100, 5000, 10**6, 10**6, 10**6)
-    for depth in (0, 2, 100, 100, 100)
+    for depth in ((0, 0), (2, 2), (100, 1), (100, 100), (100, 100), (100, 100))
 )
-"""Expected seconds, how long the call waits (ms), and how long its queue may be."""
+"""Expected seconds, how long the call waits (ms), and how long its queue may be, in all and of its key."""
 SHAPES = tuple((sequences, prefill) for sequences in (1, 1, 2) for prefill in (0, 0, 5, 20, 40))
 PLACES = tuple(
     (prefer, exclude) for prefer in ([], [], ["r1"], ["r0", "r2"]) for exclude in ([], [], [], ["r0"])
@@ -186,7 +186,7 @@ def admits(draw: DrawFn, world: World) -> Op:
     prefer, exclude = draw(st.sampled_from(PLACES))
     seconds, wait, depth = draw(st.sampled_from(PATIENCE))
     return ["A", world.new_id(), key, class_, lane, blocks, sequences, prefill, blocks * seconds, wait,
-            *world.policies[key], depth, prefer, exclude, draw(st.sampled_from(CHARGES))]  # fmt: skip
+            *world.policies[key], *depth, prefer, exclude, draw(st.sampled_from(CHARGES))]  # fmt: skip
 
 
 # -- batches ---------------------------------------------------------------------------------------------------------
@@ -302,8 +302,8 @@ MALFORMED: tuple[Op, ...] = (
     ["S", "short", 1, 1, []],
     ["S", "00000000aa", 1, 1, [6, 1]],
     ["S", "00000000aa", 1, 1, [0]],
-    ["A", "00000000ba", "k0", "normal", "a", 1, 1, 0, 1, 9, 1, -1, -1, 9, [], [], [0, 1]],
-    ["A", "00000000ba", "k0", "normal", "a", 1, 1, 0, 1, 9, 1, -1, -1, 9, [], [], [0, -1, 5]],
+    ["A", "00000000ba", "k0", "normal", "a", 1, 1, 0, 1, 9, 1, -1, -1, 9, 9, [], [], [0, 1]],
+    ["A", "00000000ba", "k0", "normal", "a", 1, 1, 0, 1, 9, 1, -1, -1, 9, 9, [], [], [0, -1, 5]],
     ["Z", "00000000aa", 0],
     ["Z", "00000000aa", 1.5],
     ["H", 2**53, 0],
