@@ -7,7 +7,7 @@ import uvloop
 from tests.processes import World, world
 from tests.wire import Wire
 
-LOOPS = {"test_upstream_client.py": ("uvloop", "asyncio")}
+LOOPS = {name: ("uvloop", "asyncio") for name in ("test_upstream_client.py", "test_loadtest_client.py")}
 """Files that do not run on uvloop alone."""
 
 

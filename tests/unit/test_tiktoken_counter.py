@@ -29,7 +29,6 @@ from gateway.tokens.tiktoken_counter import (
     VOCABULARY,
     TiktokenCounter,
     VocabularyError,
-    load_encoding,
     load_encodings,
     utf8_bytes,
 )
@@ -40,10 +39,12 @@ LONG = "the quick brown fox jumps over the lazy dog, " * 1000
 _load_once = functools.cache(load_encodings)
 
 
-@pytest.fixture(autouse=True)
-def loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, scope="module")
+def loaded_once() -> Iterator[None]:
     """To load takes a third of a second; counting changes nothing in what was loaded."""
-    monkeypatch.setattr(tiktoken_counter, "load_encodings", _load_once)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiktoken_counter, "load_encodings", _load_once)
+        yield
 
 
 @pytest.fixture
@@ -119,7 +120,7 @@ async def test_odd_characters_do_not_raise(counter: TiktokenCounter, text: str) 
 
 @pytest.mark.parametrize("text", ["a" * 50_000, " " * 50_000, "😀" * 20_000, LONG])
 async def test_pieces_count_as_the_whole_give_or_take_a_cut(counter: TiktokenCounter, text: str) -> None:
-    whole = len(load_encoding(VOCABULARY).encode_ordinary(text))
+    whole = len(counter._encoding.encode_ordinary(text))
     assert abs(await tokens_of(counter, [text]) - whole) <= len(text) // PIECE_CHARS + 1
 
 
@@ -169,7 +170,8 @@ async def test_beyond_the_bound_bytes_are_the_estimate(
     counter: TiktokenCounter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate(counter, monkeypatch)
-    waiting = [asyncio.create_task(counter.count([LONG])) for _ in range(JOBS_MAX)]
+    off_the_loop = LONG[: INLINE_CHARS + 1]
+    waiting = [asyncio.create_task(counter.count([off_the_loop])) for _ in range(JOBS_MAX)]
     await asyncio.sleep(0)
     assert await counter.count(["é" * 5000]) == (10_000, False)
     gate.open.set()

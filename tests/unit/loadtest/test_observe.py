@@ -97,7 +97,8 @@ async def pages(answer: Callable[[str], str | None]) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
-async def test_what_is_left_over_is_asked_for_until_it_is_nothing() -> None:
+async def test_what_is_left_over_is_asked_for_until_it_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(observe, "QUIET_POLL_SECONDS", 0.0)
     asked: list[str] = []
 
     def answer(path: str) -> str:

@@ -30,7 +30,11 @@ def body(call: PlannedCall, endpoint: str = "chat", tag: int = 5, **mix: Any) ->
 
 
 def pieces(call: PlannedCall, endpoint: str = "chat", tag: int = 5, **mix: Any) -> list[Any]:
-    found = body(call, endpoint, tag, **mix)
+    return pieces_of(Prompts(scenario(endpoint, **mix), tag, 70_000), call)
+
+
+def pieces_of(prompts: Prompts, call: PlannedCall) -> list[Any]:
+    found = json.loads(prompts.body(call))
     return found["prompt"] if "prompt" in found else tokenizer.pieces(found["messages"][0]["content"])
 
 
@@ -49,7 +53,8 @@ def test_a_completion_prompt_has_its_tokens(tokens: int) -> None:
 @pytest.mark.parametrize("endpoint", ["chat", "completions"])
 def test_no_two_prompts_share_their_first_block(endpoint: str) -> None:
     numbers = [*range(2_000), 26**4, 26**4 + 1, 1_999_999]
-    starts = {tuple(pieces(replace(CALL, number=n), endpoint)[:FIRST_BLOCK_TOKENS]) for n in numbers}
+    prompts = Prompts(scenario(endpoint), 5, 70_000)
+    starts = {tuple(pieces_of(prompts, replace(CALL, number=n))[:FIRST_BLOCK_TOKENS]) for n in numbers}
 
     assert len(starts) == len(numbers)
 

@@ -17,7 +17,7 @@ from gateway.loadtest.records import Attempt, CallRecord, End, Outcome, Recordin
 from gateway.loadtest.scenario import Scenario, parse
 from gateway.loadtest.targets import parse_target
 from gateway.loadtest.workload import PlannedCall
-from tests.unit.loadtest.servers import (
+from tests.integration.scripted_servers import (
     ABORT,
     DONE,
     END,
