@@ -11,8 +11,10 @@ from pathlib import Path
 from gateway.ledger.scripts import KEY_NAMES
 
 CHUNK = 1 << 18
+END_SECONDS = 5.0
+"""For all connections to end after the proxy."""
 _NO_TIME = f":{KEY_NAMES[-1]}\r\n$0\r\n\r\n".encode()
-"""In a request: the last key, and `now` left to the store's own clock."""
+"""In the request of a script: the last key, and `now` left to the store's own clock."""
 _MESSAGE = b"*3\r\n$7\r\nmessage\r\n"
 """How a message of a subscription begins (RESP2)."""
 
@@ -37,6 +39,8 @@ class StoreProxy:
         self.swallowed = 0
         self.clock_shift_ms = 0
         """The store's clock is so far off: every script that asks for the time gets this one."""
+        self.round_trips: RoundTrips | None = None
+        """Scripts that pass are noted here."""
         self._path = path
         self._target = target
         self._server: asyncio.Server | None = None
@@ -61,6 +65,15 @@ class StoreProxy:
         """Break every connection."""
         for link in list(self._links):
             link.close()
+
+    async def end(self) -> None:
+        """Nobody listens, no connection is left, and what was held is lost."""
+        await self.refuse()
+        for link in self._links:
+            link.drop()
+        async with asyncio.timeout(END_SECONDS):
+            while self._links:
+                await asyncio.sleep(0.001)
 
     def hold_requests(self) -> "list[_Link]":
         """What the present connections send is kept until `release`; new ones are not concerned."""
@@ -90,6 +103,28 @@ class StoreProxy:
             self._links.discard(link)
 
 
+class RoundTrips:
+    """What gateways send to the store in scripts, one after the other."""
+
+    def __init__(self) -> None:
+        self.requests: list[bytearray] = []
+        self.overlaps = 0
+        """Requests that did not wait for the reply to the one before."""
+        self._unanswered = False
+
+    def request(self, data: bytes) -> None:
+        if _NO_TIME in data:
+            self.overlaps += self._unanswered
+            self._unanswered = True
+            self.requests.append(bytearray())
+        if self.requests:
+            self.requests[-1] += data
+
+    def reply(self, data: bytes) -> None:
+        if not data.startswith(_MESSAGE):
+            self._unanswered = False
+
+
 Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
@@ -97,6 +132,7 @@ class _Link:
     def __init__(self, proxy: StoreProxy, client: Ends, store: Ends) -> None:
         self.held: asyncio.Event | None = None
         self.requests: asyncio.Task[None] | None = None
+        self._replies: asyncio.Task[None] | None = None
         self._proxy = proxy
         self._client = client
         self._store = store
@@ -104,17 +140,22 @@ class _Link:
 
     async def run(self) -> None:
         self.requests = asyncio.create_task(self._pass_requests())
-        replies = asyncio.create_task(self._pass_replies())
+        self._replies = asyncio.create_task(self._pass_replies())
         try:
-            await asyncio.wait([self.requests, replies])
+            await asyncio.wait([self.requests, self._replies])
         finally:
             self.close()
-            self.requests.cancel()
-            replies.cancel()
+            self.drop()
 
     def close(self) -> None:
         for _, writer in (self._client, self._store):
             writer.close()
+
+    def drop(self) -> None:
+        """Pass nothing on any more, nor wait for anything."""
+        for task in (self.requests, self._replies):
+            if task:
+                task.cancel()
 
     async def _pass_requests(self) -> None:
         with contextlib.suppress(OSError):
@@ -125,6 +166,8 @@ class _Link:
                     continue
                 if self._proxy.swallow and self._proxy.swallow in data:
                     self._proxy.swallow, self._losing = b"", True
+                if self._proxy.round_trips:
+                    self._proxy.round_trips.request(data)
                 self._store[1].write(self._timed(data))
                 await self._store[1].drain()
         with contextlib.suppress(OSError, RuntimeError):
@@ -146,6 +189,8 @@ class _Link:
                 if self._proxy.reply_seconds:
                     await asyncio.sleep(self._proxy.reply_seconds)
                 if not self._proxy.black_hole and not (self._proxy.deaf and data.startswith(_MESSAGE)):
+                    if self._proxy.round_trips:
+                        self._proxy.round_trips.reply(data)
                     self._client[1].write(data)
                     await self._client[1].drain()
         self.close()
@@ -164,6 +209,4 @@ async def store_proxy(target: str, tcp: bool = False) -> AsyncIterator[StoreProx
         try:
             yield proxy
         finally:
-            await proxy.refuse()
-            while proxy._links:
-                await asyncio.sleep(0.001)
+            await proxy.end()

@@ -6,11 +6,14 @@ nothing else to do meanwhile.
 
 import asyncio
 import json
+import math
+import re
 from typing import Any
 
 import pytest
 
-from tests.faults.proxy import store_proxy
+from gateway.core.order import BATCH_OPS
+from tests.faults.proxy import RoundTrips, StoreProxy, store_proxy
 from tests.integration.store_clients import OF_A_GATEWAY, counting
 from tests.processes import QUICK_STORE, GatewayProcess, World
 from tests.wire import Answer, Wire, blocks_of, completion, post, soon
@@ -22,6 +25,10 @@ LATENCY_SECONDS = 0.005
 ADMITTED_MS = 400
 """Where all calls begin in one turn of the loop, some are refused, and others wait for half a second."""
 RUSHES = 3
+ADMIT = re.compile(rb"\xa1A\xaa(.{10})", re.DOTALL)
+"""How an admit begins on the wire, with the call's id."""
+ARRIVING = 4
+"""Round trips, at most, that are not full because calls still arrive."""
 HOLD_SECONDS = 2
 """Of the engine, from a call's arrival there."""
 PROMPT_TOKENS, OUTPUT_TOKENS = 20, 13
@@ -32,6 +39,19 @@ async def rush(wires: list[Wire], request: bytes) -> list[Answer]:
     for wire in wires:
         await wire.send(request)
     return list(await asyncio.gather(*(wire.answer() for wire in wires)))
+
+
+async def admitted(wires: list[Wire], request: bytes, proxy: StoreProxy) -> int:
+    """A rush in which one batch is on its way at a time and each call is asked for once; the round trips from the first
+    admit to the last: no call waits for more."""
+    proxy.round_trips = trips = RoundTrips()
+    answers = await rush(wires, request)
+    assert {answer.status for answer in answers} == {200}
+    assert trips.overlaps == 0
+    ids = [ADMIT.findall(batch) for batch in trips.requests]
+    assert sum(map(len, ids)) == len({id_ for batch in ids for id_ in batch}) == CALLS
+    of_calls = [place for place, batch in enumerate(ids) if batch]
+    return of_calls[-1] - of_calls[0] + 1
 
 
 def calls_in_log(gateway: GatewayProcess) -> list[dict[str, Any]]:
@@ -52,16 +72,18 @@ async def test_rush(new_world: World) -> None:
         await soon(lambda: clients.now == OF_A_GATEWAY, "it has its connections", 5)
         wires = list(await asyncio.gather(*(Wire.open(gateway.url) for _ in range(CALLS))))
         proxy.reply_seconds, clients.most = LATENCY_SECONDS, 0
+        round_trips = []
         for _ in range(RUSHES):
-            answers = await rush(wires, request)
-            assert {answer.status for answer in answers} == {200}
+            round_trips.append(await admitted(wires, request, proxy))
             assert clients.most == clients.now == OF_A_GATEWAY
         await soon(gateway.is_quiet, "all was given back", 5)
         await asyncio.to_thread(gateway.stop)
     waits_ms = [call["queue_ms"] for call in calls_in_log(gateway)]
     assert len(waits_ms) == RUSHES * CALLS
     # The case wants 100 ms for 99 in a hundred.  A batch has 64 ops (DESIGN of the ledger), and one is on its way at a
-    # time: sixteen round trips of 5 ms and what the store and two busy cores take for them.  What can be asserted
-    # anywhere is that waiting stays near that, in the best of the rushes.
+    # time: sixteen round trips of 5 ms and what the store and two busy cores take for them.  So the round trips are
+    # counted, and the time has to be near theirs; both in the best of the rushes, because a busy machine may hold this
+    # process up in the middle of one.
+    assert min(round_trips) <= math.ceil(CALLS / BATCH_OPS) + ARRIVING, round_trips
     p99_ms = [sorted(waits_ms[i : i + CALLS])[CALLS * 99 // 100] for i in range(0, RUSHES * CALLS, CALLS)]
     assert min(p99_ms) < ADMITTED_MS

@@ -7,8 +7,6 @@ from contextlib import asynccontextmanager
 from tests.faults.proxy import CHUNK, StoreProxy, _Link
 from tests.ops.servers import server_port
 
-STOP_SECONDS = 2.0
-
 
 class TcpProxy(StoreProxy):
     """In front of a server on a TCP port.
@@ -50,10 +48,7 @@ class TcpProxy(StoreProxy):
     async def stop(self) -> None:
         """Nobody gets through any more, and no task of it is left."""
         self.heal()
-        await self.refuse()
-        async with asyncio.timeout(STOP_SECONDS):
-            while self._links:
-                await asyncio.sleep(0.001)
+        await self.end()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if _peer(writer) in self._cut_off:
