@@ -7,7 +7,7 @@ import uvloop
 from tests.processes import World, world
 from tests.wire import Wire
 
-LOOPS = {name: ("uvloop", "asyncio") for name in ("test_upstream_client.py", "test_loadtest_client.py")}
+LOOPS = dict.fromkeys(("test_upstream_client.py", "test_loadtest_client.py"), ("uvloop", "asyncio"))
 """Files that do not run on uvloop alone."""
 
 

@@ -6,6 +6,7 @@ import gzip
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -293,6 +294,35 @@ async def test_a_refused_connection_is_known_to_have_sent_nothing() -> None:
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
         async with client() as upstream:
             error = await failing(upstream, url, Sink())
+    assert error.connecting
+    assert not error.timed_out
+
+
+@pytest.mark.parametrize("ending", ["closed", "reset", "answered"])
+async def test_a_connection_lost_before_its_first_request_is_known_to_have_sent_nothing(
+    monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    """On a busy loop the caller's turn may come after that of what the engine did meanwhile; here it always does."""
+
+    async def script(peer: Connection) -> None:
+        if ending == "reset":
+            peer.reset()
+        elif ending == "answered":
+            await peer.send(b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\n\r\n")
+            await peer.until_gone()
+
+    loop = asyncio.get_running_loop()
+    connect = loop.create_connection
+
+    async def connect_late(*args: Any, **options: Any) -> tuple[asyncio.BaseTransport, asyncio.BaseProtocol]:
+        made = await connect(*args, **options)
+        await soon(made[0].is_closing)
+        return made
+
+    monkeypatch.setattr(loop, "create_connection", connect_late)
+    async with asyncio.timeout(10), engine(script) as server, client() as upstream:
+        error = await failing(upstream, server.url, Sink())
+        assert len(server.connections) == 1
     assert error.connecting
     assert not error.timed_out
 
