@@ -11,16 +11,15 @@ import math
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
-import redis
 
 from gateway.core.estimate import call_cost
 from gateway.core.invariants import Snapshot
 from gateway.core.order import TAG_SCALE
-from tests.conformance.books import assert_books_hold
 from tests.faults.proxy import StoreProxy, store_proxy
+from tests.integration.watched_books import ADMIT, SETTLE, WatchedBooks, reserved, watched_books
 from tests.processes import QUICK_STORE, GatewayProcess, World
 from tests.wire import Wire, ask, blocks_of, completion, post, soon
 
@@ -33,8 +32,6 @@ CHARGE = TAG_SCALE * call_cost(BLOCKS, PROMPT_TOKENS, OUTPUT_TOKENS)
 SMALL_OUTPUT_TOKENS = 401
 SMALL_BLOCKS = blocks_of(PROMPT_TOKENS, SMALL_OUTPUT_TOKENS)
 SMALL_CHARGE = TAG_SCALE * call_cost(SMALL_BLOCKS, PROMPT_TOKENS, SMALL_OUTPUT_TOKENS)
-ADMIT, SETTLE = b"\xa1A\xaa", b"\xa1S\xaa"
-"""How these ops begin on the wire; the call's id follows."""
 FLOW, KEY = ("only", "normal", "key-0"), "key-0"
 HEARTBEATS_SECONDS = 3 * QUICK_STORE["heartbeat_seconds"]
 SOON_SECONDS = 10.0
@@ -43,12 +40,11 @@ LOOK_SECONDS = 0.005
 
 @dataclass
 class Case:
-    """A gateway whose way to the store loses replies, and all that was ever seen in the books."""
+    """A gateway whose way to the store loses replies, and the books."""
 
     gateway: GatewayProcess
     proxy: StoreProxy
-    store: redis.Redis
-    reserved: set[int] = field(default_factory=set)
+    books: WatchedBooks
     after_loss: Snapshot | None = None
     """The books at the moment when the reply was lost, before the gateway could send anything again."""
 
@@ -58,21 +54,7 @@ class Case:
         self.proxy.on_swallow = self._note_loss
 
     def _note_loss(self) -> None:
-        self.after_loss = self.books()
-
-    def books(self) -> Snapshot:
-        books = assert_books_hold(self.store, "demo")
-        self.reserved.add(reserved(books))
-        return books
-
-    async def look(self) -> None:
-        while True:
-            await asyncio.to_thread(self.books)
-            await asyncio.sleep(LOOK_SECONDS)
-
-    def carried_out(self, op: bytes, id_: str) -> int:
-        """How often the store has run this op."""
-        return sum(op + id_.encode() in entry["command"] for entry in self.store.slowlog_get(10_000))
+        self.after_loss = self.books.read()
 
     async def begin(self, prompt_tokens: int, max_tokens: int, **script: int) -> Wire:
         wire = await Wire.open(self.gateway.url)
@@ -91,10 +73,6 @@ class Case:
         assert await asyncio.to_thread(self.gateway.metric, "kvgate_leases_expired_total") == 0
 
 
-def reserved(books: Snapshot) -> int:
-    return sum(replica.used for replica in books.replicas.values())
-
-
 def held(books: Snapshot) -> tuple[int, int, int]:
     """Blocks on the replica, and blocks and calls of the key."""
     key = books.keys[KEY]
@@ -107,22 +85,15 @@ async def case(world: World, **limits: int) -> AsyncIterator[Case]:
     config, (key,) = world.config(
         [{"name": "only", "replicas": [mock.url]}], {"limits": limits}, store=QUICK_STORE
     )
-    store = redis.Redis(unix_socket_path=str(world.store.socket), protocol=2)
-    store.config_set("slowlog-max-len", 10_000)
-    store.config_set("slowlog-log-slower-than", 0)
-    async with store_proxy(str(world.store.socket), tcp=True) as proxy:
+    path = str(world.store.socket)
+    async with store_proxy(path, tcp=True) as proxy:
         gateway = world.gateway(config, key, wait=False, KVGATE_STORE__URL=proxy.url)
         await asyncio.to_thread(gateway.wait_ready)
-        built = Case(gateway, proxy, store)
-        looking = asyncio.create_task(built.look())
         try:
-            yield built
-            assert not looking.done(), looking.exception()
+            async with watched_books(path, LOOK_SECONDS) as books:
+                yield Case(gateway, proxy, books)
         finally:
-            looking.cancel()
-            await asyncio.wait([looking])
             await asyncio.to_thread(gateway.stop)  # while the proxy still stands
-            store.close()
 
 
 LOSSES = {
@@ -138,19 +109,19 @@ async def test_a_lost_reply(new_world: World, op: bytes, ending: str) -> None:
     async with case(new_world, blocks_max=BLOCKS, requests_max=1) as c:
         c.lose_reply(op)
         wire = await c.begin(PROMPT_TOKENS, OUTPUT_TOKENS, output_tokens=25)
-        running = c.books()
+        running = c.books.read()
         (id_,) = running.calls
         assert held(running) == (BLOCKS, BLOCKS, 1)
         assert running.flows[FLOW].tag == CHARGE
         await end(wire, ending)
         await soon(c.gateway.is_quiet, "all is given back", SOON_SECONDS)
         await c.whole()
-        assert held(c.books()) == (0, 0, 0)
+        assert held(c.books.read()) == (0, 0, 0)
         assert c.after_loss is not None
         assert reserved(c.after_loss) == (BLOCKS if op == ADMIT else 0)
-        assert c.carried_out(op, id_) == 2
-        assert c.carried_out(SETTLE if op == ADMIT else ADMIT, id_) == 1
-        assert c.reserved == {0, BLOCKS}
+        assert c.books.carried_out(op, id_) == 2
+        assert c.books.carried_out(SETTLE if op == ADMIT else ADMIT, id_) == 1
+        assert c.books.reserved == {0, BLOCKS}
         await assert_ends(c.gateway, completed=int(ending == "answered"), cancelled=int(ending == "left"))
         body = completion(PROMPT_TOKENS, OUTPUT_TOKENS, output_tokens=2)
         assert (await ask(c.gateway.url, post(c.gateway.key, body))).status == 200
@@ -179,28 +150,28 @@ async def test_releasing_twice_takes_nothing_from_a_live_call(new_world: World, 
     """Neither blocks nor, in the fair order, the correction of what was charged."""
     async with case(new_world) as c:
         stays = await c.begin(PROMPT_TOKENS, SMALL_OUTPUT_TOKENS)
-        (stays_id,) = c.books().calls
+        (stays_id,) = c.books.read().calls
         began = time.monotonic()
         wire = await c.begin(PROMPT_TOKENS, OUTPUT_TOKENS, output_tokens=25)
-        both = c.books()
+        both = c.books.read()
         (id_,) = both.calls.keys() - {stays_id}
         assert held(both) == (SMALL_BLOCKS + BLOCKS, SMALL_BLOCKS + BLOCKS, 2)
         assert both.flows[FLOW].tag == SMALL_CHARGE + CHARGE
         c.lose_reply(SETTLE + id_.encode())
-        c.reserved.clear()
+        c.books.reserved.clear()
         await end(wire, ending)
-        await soon(lambda: id_ not in c.books().calls, "it was given back", SOON_SECONDS)
+        await soon(lambda: id_ not in c.books.read().calls, "it was given back", SOON_SECONDS)
         ran_seconds = time.monotonic() - began
         await c.whole()
-        assert c.carried_out(SETTLE, id_) == 2
-        left = c.books()
+        assert c.books.carried_out(SETTLE, id_) == 2
+        left = c.books.read()
         assert list(left.calls) == [stays_id]
         assert held(left) == (SMALL_BLOCKS, SMALL_BLOCKS, 1)
-        assert c.reserved <= {SMALL_BLOCKS + BLOCKS, SMALL_BLOCKS}
+        assert c.books.reserved <= {SMALL_BLOCKS + BLOCKS, SMALL_BLOCKS}
         seconds, rest = divmod(left.flows[FLOW].tag - SMALL_CHARGE, TAG_SCALE * BLOCKS)
         assert rest == 0
         assert 1 <= seconds <= math.ceil(ran_seconds), "begun seconds count whole"
         assert await stays.event(), "it still runs"
         stays.reset()
         await soon(c.gateway.is_quiet, "all is given back", SOON_SECONDS)
-        assert held(c.books()) == (0, 0, 0)
+        assert held(c.books.read()) == (0, 0, 0)

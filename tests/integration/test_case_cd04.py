@@ -14,11 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-import redis
 
-from gateway.core.invariants import Snapshot
-from tests.conformance.books import assert_books_hold
 from tests.faults.proxy import StoreProxy, store_proxy
+from tests.integration.watched_books import SETTLE, WatchedBooks, watched_books
 from tests.processes import GatewayProcess, World
 from tests.wire import Wire, blocks_of, completion, post, soon
 
@@ -31,8 +29,6 @@ HALF_MAX_TOKENS = 6_801
 assert 2 * blocks_of(PROMPT_TOKENS, HALF_MAX_TOKENS) == BLOCKS
 TOKENS = 300
 """Of every stream."""
-SETTLE = b"\xa1S\xaa"
-"""How a settle begins on the wire; the call's id follows."""
 SOON_SECONDS = 10.0
 LOOK_SECONDS = 0.02
 
@@ -59,9 +55,8 @@ class Case:
     """Its way to the store is `proxy`."""
     second: GatewayProcess
     proxy: StoreProxy
-    store: redis.Redis
-    reserved: set[int] = field(default_factory=set)
-    """Whatever was seen since it was last judged."""
+    books: WatchedBooks
+    """What was reserved is cleared when it was judged."""
     stopped_at: float = 0.0
     held: list[Any] = field(default_factory=list)
 
@@ -84,18 +79,18 @@ class Case:
 
     async def start_a(self, max_tokens: int = MAX_TOKENS) -> tuple[Wire, str]:
         """The stream, and its id in the books."""
-        before = self.books().calls.keys()
+        before = self.books.read().calls.keys()
         wire = await self.ask(self.first, max_tokens)
         assert (await wire.head())[0] == 200
-        (id_,) = self.books().calls.keys() - before
+        (id_,) = self.books.read().calls.keys() - before
         return wire, id_
 
     async def start_b(self) -> tuple[Wire, str]:
         """It waits behind what runs."""
         before = self.states()
         wire = await self.ask(self.second, MAX_TOKENS)
-        await soon(lambda: len(self.books().calls) > len(before), "B waits", SOON_SECONDS)
-        (id_,) = self.books().calls.keys() - before.keys()
+        await soon(lambda: len(self.books.read().calls) > len(before), "B waits", SOON_SECONDS)
+        (id_,) = self.books.read().calls.keys() - before.keys()
         assert self.states() == {**before, id_: "queued"}
         return wire, id_
 
@@ -104,13 +99,13 @@ class Case:
         assert (await wire.head())[0] == 200
         waited_seconds = time.monotonic() - self.stopped_at
         assert waited_seconds > self.times.lease_seconds - 2 * HEARTBEAT_SECONDS
-        assert self.reserved <= {0, BLOCKS // 2, BLOCKS}
-        self.reserved.clear()
+        assert self.books.reserved <= {0, BLOCKS // 2, BLOCKS}
+        self.books.reserved.clear()
 
     async def keeps_place(self, wire: Wire, id_: str) -> None:
         """That call alone has held something since it got its place, and nothing had to be mended."""
         assert self.states() == {id_: "reserved"}
-        assert self.reserved == {BLOCKS}
+        assert self.books.reserved == {BLOCKS}
         assert await self.metrics("kvgate_healed_total") == (0, 0)
         assert await wire.event(), "it runs on"
 
@@ -119,27 +114,13 @@ class Case:
 
     async def between_heartbeats(self, id_: str) -> None:
         """Nothing of that call's owner is in flight: what it has to say now is sent at once."""
-        owner = self.books().calls[id_].owner
-        batch = self.books().sessions[owner].batch
-        await soon(lambda: self.books().sessions[owner].batch > batch, "a heartbeat", SOON_SECONDS)
+        owner = self.books.read().calls[id_].owner
+        batch = self.books.read().sessions[owner].batch
+        await soon(lambda: self.books.read().sessions[owner].batch > batch, "a heartbeat", SOON_SECONDS)
         await asyncio.sleep(HEARTBEAT_SECONDS / 5)  # the proxy passes the reply on
 
-    def books(self) -> Snapshot:
-        books = assert_books_hold(self.store, "demo")
-        self.reserved.add(sum(replica.used for replica in books.replicas.values()))
-        return books
-
     def states(self) -> dict[str, str]:
-        return {id_: call.state for id_, call in self.books().calls.items()}
-
-    async def look(self) -> None:
-        while True:
-            await asyncio.to_thread(self.books)
-            await asyncio.sleep(LOOK_SECONDS)
-
-    def settles(self, id_: str) -> int:
-        """That have arrived at the store."""
-        return sum(SETTLE + id_.encode() in entry["command"] for entry in self.store.slowlog_get(100_000))
+        return {id_: call.state for id_, call in self.books.read().calls.items()}
 
     async def metrics(self, name: str) -> tuple[float, float]:
         return await asyncio.to_thread(lambda: (self.first.metric(name), self.second.metric(name)))
@@ -158,7 +139,7 @@ class Case:
         await soon(
             lambda: self.first.is_quiet() and self.second.is_quiet(), "all is given back", SOON_SECONDS
         )
-        assert self.reserved <= {0, BLOCKS}
+        assert self.books.reserved <= {0, BLOCKS}
 
 
 @asynccontextmanager
@@ -167,25 +148,17 @@ async def case(world: World, times: Times) -> AsyncIterator[Case]:
     mock = world.mock("--blocks", str(LIMIT + 1), "--step-base-ms", f"{step_ms:g}")
     timing = {"lease_seconds": times.lease_seconds, "heartbeat_seconds": HEARTBEAT_SECONDS}
     config, (key,) = world.config([{"name": "only", "replicas": [mock.url]}], store=timing)
-    store = redis.Redis(unix_socket_path=str(world.store.socket), protocol=2)
-    store.config_set("slowlog-max-len", 100_000)
-    store.config_set("slowlog-log-slower-than", 0)
-    async with store_proxy(str(world.store.socket), tcp=True) as proxy:
+    path = str(world.store.socket)
+    async with store_proxy(path, tcp=True) as proxy:
         first = world.gateway(config, key, wait=False, KVGATE_STORE__URL=proxy.url)
         second = world.gateway(config, key, wait=False)
         await asyncio.gather(*(asyncio.to_thread(gateway.wait_ready) for gateway in (first, second)))
-        built = Case(times, first, second, proxy, store)
-        looking = asyncio.create_task(built.look())
         try:
-            yield built
-            assert not looking.done(), looking.exception()
+            async with watched_books(path, LOOK_SECONDS) as books:
+                yield Case(times, first, second, proxy, books)
         finally:
-            looking.cancel()
-            await asyncio.wait([looking])
             proxy.black_hole = False
             await asyncio.to_thread(first.stop)  # while the proxy still stands
-            await proxy.release(built.held)
-            store.close()
 
 
 async def test_a_lease_is_lost_and_its_stream_cut(new_world: World) -> None:
@@ -224,12 +197,12 @@ async def test_a_late_release_is_nothing(new_world: World) -> None:
         early.reset()
         await c.get_place(b)
         late.reset()
-        assert c.settles(early_id) == 0
+        assert c.books.carried_out(SETTLE, early_id) == 0
         await c.open_way()
         await c.lease_is_lost()
         await c.heartbeats(2)
-        assert c.settles(early_id) == 2, "the late one, and the same batch sent again"
-        assert c.settles(late_id) == 0, "forgotten with the owner"
+        assert c.books.carried_out(SETTLE, early_id) == 2, "the late one, and the same batch sent again"
+        assert c.books.carried_out(SETTLE, late_id) == 0, "forgotten with the owner"
         await c.keeps_place(b, b_id)
         b.reset()
         await c.quiet()
@@ -239,16 +212,16 @@ async def test_where_there_is_room_again_the_stream_goes_on(new_world: World) ->
     """B is over when A's gateway comes back: A takes its place again, under another lease."""
     async with case(new_world, FAST) as c:
         a, a_id = await c.start_a()
-        owner = c.books().calls[a_id].owner
+        owner = c.books.read().calls[a_id].owner
         b, _ = await c.start_b()
         c.stop_way()
         await c.get_place(b)
         b.reset()
-        await soon(lambda: not c.books().calls, "nothing is held", SOON_SECONDS)
+        await soon(lambda: not c.books.read().calls, "nothing is held", SOON_SECONDS)
         await c.open_way()
         await c.lease_is_lost()
         assert c.states() == {a_id: "reserved"}
-        assert c.books().calls[a_id].owner != owner
+        assert c.books.read().calls[a_id].owner != owner
         events = await a.events()
         assert sum(b'"text":' in event for event in events) == TOKENS
         assert events[-1] == b"data: [DONE]"
