@@ -17,7 +17,7 @@ from typing import Any
 from gateway import __version__
 from gateway.call import Fleet
 from gateway.config import Fleet as FleetSettings
-from gateway.config import KeyEntry, Limits, Secrets, Settings, load_keys
+from gateway.config import KeyEntry, Limits, PriorityClass, Secrets, Settings, load_keys
 from gateway.core.events import Event as Fact
 from gateway.core.lifecycle import Event
 from gateway.core.quota import BUCKETS, Quota
@@ -411,7 +411,7 @@ def _edge_settings(settings: Settings, secrets: Secrets) -> EdgeSettings:
         overload_status=settings.answers.overload_status,
         show_replica=settings.answers.show_replica,
         upstream_api_key=secrets.upstream_api_key,
-        classes={c.name: ClassTerms(round(c.seconds_max * 1000), c.depth_max) for c in settings.classes},
+        classes={c.name: _class_terms(c) for c in settings.classes},
         default_class=settings.default_class,
     )
 
@@ -421,3 +421,8 @@ def _metric_names(settings: Settings) -> dict[str, dict[str, list[str]]]:
         fleet.name: {pool.name: [replica.name for replica in pool.replicas] for pool in fleet.pools}
         for fleet in settings.fleets
     }
+
+
+def _class_terms(class_: PriorityClass) -> ClassTerms:
+    queue_key_max = math.ceil(class_.depth_max * class_.key_share)
+    return ClassTerms(round(class_.seconds_max * 1000), class_.depth_max, queue_key_max)

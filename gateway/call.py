@@ -38,6 +38,7 @@ class Terms(msgspec.Struct, frozen=True):
     limits: KeyLimits
     wait_ms: int
     queue_max: int
+    queue_key_max: int
 
 
 @dataclass(slots=True, eq=False)
@@ -103,6 +104,7 @@ class Call:
             blocks_max=-1 if terms.limits.blocks_max is None else terms.limits.blocks_max,
             requests_max=-1 if terms.requests_max is None else terms.requests_max,
             queue_max=terms.queue_max,
+            queue_key_max=terms.queue_key_max,
             charges=self.charges,
             body_bytes=len(self.request.body),
         )

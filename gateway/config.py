@@ -36,6 +36,7 @@ CountOrZero = Annotated[int, Meta(ge=0, le=INT_MAX)]
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 Share = Annotated[float, Meta(ge=0, le=0.5)]
 QueueDepth = Annotated[int, Meta(ge=0, le=100_000)]
+KeyShare = Annotated[float, Meta(gt=0, le=1)]
 
 
 VALUES_MAX = 5_000_000
@@ -102,6 +103,8 @@ class Server(_Strict, frozen=True, kw_only=True):
 class Queue(_Strict, frozen=True, kw_only=True):
     depth_max: QueueDepth = 1_000
     seconds_max: Seconds = 30
+    key_share: KeyShare = 0.5
+    """The part of `depth_max` that one key may fill."""
 
 
 class PriorityClass(_Strict, frozen=True, kw_only=True):
@@ -109,6 +112,7 @@ class PriorityClass(_Strict, frozen=True, kw_only=True):
     share: Share = 0
     depth_max: QueueDepth = 1_000
     seconds_max: Seconds = 30
+    key_share: KeyShare = 0.5
 
 
 class Upstream(_Strict, frozen=True, kw_only=True):
@@ -431,7 +435,7 @@ def _inherit_queue(raw: dict[str, Any]) -> None:
     raw["classes"] = raw.pop("classes")  # now last, so that a bad bound of `queue` is reported as that
     queue = raw.get("queue")
     for class_ in _dicts(raw["classes"]):
-        for bound in ("depth_max", "seconds_max"):
+        for bound in ("depth_max", "seconds_max", "key_share"):
             if isinstance(queue, dict) and bound in queue:
                 class_.setdefault(bound, queue[bound])
 

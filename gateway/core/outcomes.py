@@ -32,6 +32,7 @@ class Code(StrEnum):
     CAPACITY_EXCEEDED = "capacity_exceeded"
     QUEUE_FULL = "queue_full"
     QUEUE_TIMEOUT = "queue_timeout"
+    PREDICTED_WAIT = "predicted_wait"
     CLIENT_DISCONNECT = "client_disconnect"
     LEASE_LOST = "lease_lost"
     INTERNAL_ERROR = "internal_error"
@@ -69,6 +70,7 @@ STATUS: dict[Code, tuple[int, str]] = {
     Code.CAPACITY_EXCEEDED: (429, RATE_LIMIT),
     Code.QUEUE_FULL: (429, RATE_LIMIT),
     Code.QUEUE_TIMEOUT: (429, RATE_LIMIT),
+    Code.PREDICTED_WAIT: (429, RATE_LIMIT),
     Code.CLIENT_DISCONNECT: (499, INVALID),
     Code.LEASE_LOST: (503, API),
     Code.INTERNAL_ERROR: (500, API),
@@ -79,7 +81,7 @@ STATUS: dict[Code, tuple[int, str]] = {
     Code.DRAINING: (503, OVERLOADED),
 }
 
-FLEET_OVERLOAD = frozenset({Code.CAPACITY_EXCEEDED, Code.QUEUE_FULL, Code.QUEUE_TIMEOUT})
+FLEET_OVERLOAD = frozenset({Code.CAPACITY_EXCEEDED, Code.QUEUE_FULL, Code.QUEUE_TIMEOUT, Code.PREDICTED_WAIT})
 """Codes whose status the operator may choose (`answers.overload_status`: 429, 503 or 529)."""
 
 

@@ -60,6 +60,8 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     truncate_prompt_tokens: int | None
     """The engine cuts longer prompts to this; -1: to what its context leaves beside the output limit."""
     sequences_per_prompt: int
+    priority: int
+    """vLLM's: a higher number is less urgent, 0 is usual."""
     prompts: tuple[Prompt, ...]
     """Every prompt becomes sequences of its own, which share blocks with no other prompt's."""
 
@@ -119,6 +121,7 @@ def _parse(endpoint: Endpoint, body: bytes, n_max: int) -> GenerationRequest:
         min_tokens=min_tokens,
         truncate_prompt_tokens=read_integer(members, "truncate_prompt_tokens", -1, INTEGER_MAX),
         sequences_per_prompt=per_prompt,
+        priority=read_integer(members, "priority", -INTEGER_MAX, INTEGER_MAX) or 0,
         prompts=prompts,
     )
 

@@ -22,6 +22,7 @@ from gateway.core.lifecycle import Event, Phase
 from gateway.core.outcomes import Code, Outcome, Refusal
 from gateway.core.request import Endpoint, GenerationRequest, parse
 from gateway.core.route import KeyLimits
+from gateway.core.urgency import DEADLINE, PRIORITY, lowered_class, read_deadline
 from gateway.flow import Flow, unshared_blocks_used
 from gateway.http.auth import Key
 from gateway.http.body import (
@@ -64,6 +65,7 @@ class ClassTerms:
 
     wait_ms: int
     queue_max: int
+    queue_key_max: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +221,7 @@ class Proxy:
         visit.began = time.monotonic()
         if isinstance(body, Refusal):
             return await self._refuse_early(visit, body, close=True)
-        call = await self._open_call(visit, scope, body)
+        call = await self._open_call(visit, scope, headers, body)
         if isinstance(call, Refusal):
             return await self._refuse_early(visit, call, close=False)
         await self._serve(visit, call, visit.incoming)
@@ -238,7 +240,9 @@ class Proxy:
             return DRAINING
         return None
 
-    async def _open_call(self, visit: _Visit, scope: Scope, body: bytes) -> Call | Refusal:
+    async def _open_call(
+        self, visit: _Visit, scope: Scope, headers: Mapping[bytes, bytes], body: bytes
+    ) -> Call | Refusal:
         assert visit.key is not None
         if visit.key.requests_max == 0:
             return NO_REQUESTS
@@ -253,7 +257,9 @@ class Proxy:
         task = asyncio.current_task()
         assert task is not None
         passed = request_headers(scope["headers"], f"kvg-{visit.own_id}", self._settings.upstream_api_key)
-        terms = self._terms_of(visit.key)
+        terms = self._terms_of(visit.key, request.priority, headers)
+        if isinstance(terms, Refusal):
+            return terms
         return Call(visit.request_id, request, passed, fleet, terms, visit.began, task)
 
     def _fleet_of(self, request: GenerationRequest, key: Key) -> Fleet | Refusal:
@@ -273,17 +279,27 @@ class Proxy:
             return fleet
         return Refusal(Code.MODEL_NOT_ALLOWED, f"this key may not use the model `{model}`", "model")
 
-    def _terms_of(self, key: Key) -> Terms:
-        queue = self._settings.classes.get(key.class_) or self._settings.classes[self._settings.default_class]
+    def _terms_of(self, key: Key, priority: int, headers: Mapping[bytes, bytes]) -> Terms | Refusal:
+        """What the key allows, and the call itself asks to be less."""
+        settings = self._settings
+        own = key.class_ if key.class_ in settings.classes else settings.default_class
+        class_ = lowered_class(own, tuple(settings.classes), headers.get(PRIORITY), priority)
+        deadline_ms = read_deadline(headers.get(DEADLINE))
+        if isinstance(class_, Refusal):
+            return class_
+        if isinstance(deadline_ms, Refusal):
+            return deadline_ms
+        queue = settings.classes[class_]
         return Terms(
             key=f"@{key.group}" if key.group else key.name,
-            class_=key.class_ if key.class_ in self._settings.classes else self._settings.default_class,
+            class_=class_,
             weight=key.weight,
             requests_max=key.requests_max,
             quotas=key.quotas,
             limits=KeyLimits(key.context_tokens_max, key.max_output_tokens, key.blocks_max),
-            wait_ms=queue.wait_ms,
+            wait_ms=queue.wait_ms if deadline_ms is None else min(queue.wait_ms, deadline_ms),
             queue_max=queue.queue_max,
+            queue_key_max=queue.queue_key_max,
         )
 
     async def _refuse_early(self, visit: _Visit, refusal: Refusal, close: bool) -> None:

@@ -251,7 +251,7 @@ class ValkeyLedger:
         if code in HOPELESS:
             return Refusal(code, message, should_retry=False)
         retry_ms = self._retry_hint_ms = max(retry_ms, 1)
-        if code is Code.QUEUE_FULL:
+        if code is Code.QUEUE_FULL and knob != "key_share":
             now = self.now()
             cached = Refusal(code, message, retry_ms=retry_ms, cached=True)
             self._known[admission.lane, admission.class_] = _Known(cached, now, now)
@@ -285,7 +285,8 @@ class ValkeyLedger:
     def waited_out_refusal(self, waited_ms: int, admission: Admission) -> Refusal:
         limit_ms = admission.wait_ms
         message = (
-            f"waited {waited_ms} ms in the queue, the longest allowed (queue.seconds_max) is {limit_ms} ms"
+            f"waited {waited_ms} ms in the queue, the longest allowed (queue.seconds_max, or the request's own "
+            f"deadline) is {limit_ms} ms"
         )
         return Refusal(Code.QUEUE_TIMEOUT, message, retry_ms=self._retry_hint_ms)
 
@@ -356,6 +357,13 @@ def _words(code: Code, knob: str, measured: int, limit: int, admission: Admissio
             return f"the request needs {measured} KV blocks, the key's limits.blocks_max is {limit}"
         case Code.QUOTA_EXCEEDED:
             return f"the key would hold {measured}, its limits.{knob} is {limit}"
+        case Code.QUEUE_FULL if knob == "key_share":
+            return (
+                f"{measured} requests of this key wait in class {admission.class_}, its part of the queue "
+                f"(queue.key_share of queue.depth_max) is {limit}"
+            )
+        case Code.PREDICTED_WAIT:
+            return f"the wait is expected to take {measured} ms, the request may wait {limit} ms"
         case Code.QUEUE_FULL:
             return f"{measured} requests wait in class {admission.class_}, queue.depth_max is {limit}"
         case Code.CAPACITY_EXCEEDED:

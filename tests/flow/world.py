@@ -138,7 +138,7 @@ class World:
 def admission(blocks: int) -> Admission:
     return Admission(
         key="holder", class_="normal", lane="short", blocks=blocks, sequences=1, prefill=0, cost=1, wait_ms=20_000,
-        weight=1, blocks_max=-1, requests_max=-1, queue_max=100,
+        weight=1, blocks_max=-1, requests_max=-1, queue_max=100, queue_key_max=100,
     )  # fmt: skip
 
 
@@ -246,7 +246,7 @@ def _settings(wait_ms: int, queue_max: int) -> EdgeSettings:
         overload_status=429,
         show_replica=True,
         upstream_api_key=None,
-        classes={"normal": ClassTerms(wait_ms, queue_max)},
+        classes={"normal": ClassTerms(wait_ms, queue_max, queue_max)},
         default_class="normal",
     )
 

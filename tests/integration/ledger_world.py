@@ -50,6 +50,7 @@ def demand(blocks: int = 10, **changes: Any) -> Admission:
     values: dict[str, Any] = {
         "key": "k", "class_": "normal", "lane": "a", "blocks": blocks, "sequences": 1, "prefill": 0, "cost": blocks,
         "wait_ms": 5000, "weight": 1, "blocks_max": -1, "requests_max": -1, "queue_max": 1000,
+        "queue_key_max": 1000,
     }  # fmt: skip
     return Admission(**{**values, **changes})
 

@@ -251,6 +251,6 @@ def _settings(queue_max: int) -> EdgeSettings:
         overload_status=429,
         show_replica=True,
         upstream_api_key=None,
-        classes={name: ClassTerms(wait_ms, queue_max) for name, wait_ms in WAIT_MS.items()},
+        classes={name: ClassTerms(wait_ms, queue_max, queue_max) for name, wait_ms in WAIT_MS.items()},
         default_class="normal",
     )
