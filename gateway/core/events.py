@@ -26,6 +26,8 @@ class CallEnded(msgspec.Struct, frozen=True):
     refusal_ms: float | None
     """Last body byte read to answer written, for refusals that never queued."""
     queue_ms: float
+    predicted_ms: int | None
+    """What the store expected a call to wait that got a ticket, and then a place."""
     reserved_blocks: int
     unused_blocks: int | None
     """Blocks reserved but not used, where the engine reported usage."""

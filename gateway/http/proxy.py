@@ -353,6 +353,8 @@ class Proxy:
             ]
             if self._settings.show_replica:
                 headers.append((b"x-kvgate-replica", call.grant.replica.encode()))
+            if call.grant.queued:
+                headers.append((b"x-kvgate-queue-position", b"%d" % call.grant.position))
             if call.grant.left:
                 headers += quota.headers(call.grant.left)
         if call.request.stream:
@@ -392,6 +394,7 @@ class Proxy:
                 status=call.status or 499,
                 refusal_ms=duration_ms if refused_at_once else None,
                 queue_ms=grant.queue_ms if grant else waited_in_vain_ms,
+                predicted_ms=grant.predicted_ms if grant else None,
                 reserved_blocks=demand.blocks if demand else 0,
                 unused_blocks=max(0, demand.unshared_blocks - used) if demand and used is not None else None,
                 prompt_tokens_estimated=demand.prompt_tokens if demand else 0,
@@ -421,6 +424,7 @@ class Proxy:
                 status=status,
                 refusal_ms=milliseconds if refusal else None,
                 queue_ms=0,
+                predicted_ms=None,
                 reserved_blocks=0,
                 unused_blocks=None,
                 prompt_tokens_estimated=0,

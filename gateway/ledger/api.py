@@ -44,6 +44,10 @@ class Grant(msgspec.Struct, frozen=True):
     """Milliseconds between asking and being granted."""
     queued: bool
     """True when the call held a ticket."""
+    position: int = 0
+    """Tickets of its lane and class when it got its own, that one included; 0 where it needed none."""
+    predicted_ms: int | None = None
+    """The wait that was expected then; None where nothing was known of how fast blocks come back."""
     left: tuple[Left, ...] = ()
     """Of its key's rate quotas, when it was admitted or got its ticket."""
 

@@ -33,8 +33,9 @@ class Ask:
     """`Reservation` of the Valkey ledger.  All methods run on the event loop; results come from the channel's task."""
 
     __slots__ = (
-        "_answer", "_asked_at", "_claiming", "_ledger", "_left", "_lost", "_timer", "_unheard", "_used", "abandoned",
-        "admission", "by_force", "exclude", "id", "phase", "prefill", "queued", "replica", "started_at",
+        "_answer", "_asked_at", "_claiming", "_ledger", "_left", "_lost", "_position", "_predicted_ms",
+        "_timer", "_unheard", "_used", "abandoned", "admission", "by_force", "exclude", "id", "phase",
+        "prefill", "queued", "replica", "started_at",
     )  # fmt: skip
 
     def __init__(self, ledger: "ValkeyLedger", id_: str, admission: Admission, lost: Lost) -> None:
@@ -59,6 +60,8 @@ class Ask:
         """What it holds of a prefill budget until its first token."""
         self._claiming = False
         self._left: tuple[quota.Left, ...] = ()
+        self._position = 0
+        self._predicted_ms: int | None = None
         self._unheard = False
         """Admitted here while the store was away, which has answered nothing about this id yet."""
         self._used: tuple[int, int, list[int]] = (-1, -1, [])
@@ -214,6 +217,8 @@ class Ask:
             self._reserved(result[1])
         elif result[0] == "ticket":
             self._left = quota.lefts(self.admission.charges, result[3:])
+            self._position, wait_ms = result[1:3]
+            self._predicted_ms = None if wait_ms < 0 else wait_ms
             self._wait_in_queue()
         else:
             self._refused(result)
@@ -286,7 +291,7 @@ class Ask:
         self.replica = replica
         self._disarm()
         waited_ms = int((self._ledger.now() - self._asked_at) * 1000)
-        self._resolve(Grant(replica, waited_ms, self.queued, self._left))
+        self._resolve(Grant(replica, waited_ms, self.queued, self._position, self._predicted_ms, self._left))
 
     def _refused(self, result: Result) -> None:
         """After an error it is not known what the store holds of the call."""

@@ -18,6 +18,7 @@ REFUSAL_SECONDS = (
 )
 STORE_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 QUEUE_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+PREDICTION_RATIO = (0.1, 0.25, 0.5, 0.8, 1.0, 1.25, 1.5, 2.0, 4.0, 8.0)
 TTFT_SECONDS = (0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 UNUSED_BLOCKS = (0.0, 4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0)
@@ -148,6 +149,12 @@ class Counted:
         self.waits = Histogram(
             "kvgate_queue_wait_seconds", "Waiting for blocks", ("fleet", "lane", "class"), QUEUE_SECONDS
         )
+        self.predictions = Histogram(
+            "kvgate_queue_wait_prediction_ratio",
+            "Real over predicted wait, of calls that waited and got a place",
+            ("fleet", "lane", "class"),
+            PREDICTION_RATIO,
+        )
         self.ttft = Histogram("kvgate_ttft_seconds", "Body read to first data event", places, TTFT_SECONDS)
         self.gaps = Histogram("kvgate_inter_token_seconds", "Between data events", places, TOKEN_SECONDS)
         self.unused = Histogram(
@@ -162,7 +169,7 @@ class Counted:
         self.store = Histogram("kvgate_store_seconds", "Round trips to the store", (), STORE_SECONDS)
         self._counters = self.calls, self.expired, self.healed, self.shared, self.reload_failures
         self._histograms = (
-            self.refusals, self.waits, self.ttft, self.gaps, self.unused, self.errors, self.store,
+            self.refusals, self.waits, self.predictions, self.ttft, self.gaps, self.unused, self.errors, self.store,
         )  # fmt: skip
 
     def families(self) -> Iterator[Metric]:

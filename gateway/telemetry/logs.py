@@ -48,6 +48,7 @@ def _call_fields(event: CallEnded) -> dict[str, Any]:
         "status": event.status,
         "refusal_ms": _rounded(event.refusal_ms),
         "queue_ms": _rounded(event.queue_ms),
+        "predicted_ms": event.predicted_ms,
         "duration_ms": _rounded(event.duration_ms),
         "reserved_blocks": event.reserved_blocks,
         "unused_blocks": event.unused_blocks,

@@ -159,6 +159,8 @@ class Metrics:
         elif fleet:
             lane = self._known.pool(event.fleet, event.lane)  # a lane has the name of a pool
             self._counted.waits.add((*lane, class_), event.queue_ms / 1_000)
+            if event.predicted_ms:
+                self._counted.predictions.add((*lane, class_), event.queue_ms / event.predicted_ms)
         if event.unused_blocks is not None:
             replica = self._known.replica(event.fleet, event.pool, event.replica)
             self._counted.unused.add(replica, event.unused_blocks)

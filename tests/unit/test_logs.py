@@ -17,7 +17,7 @@ from gateway.telemetry.logs import CallLog, Logs
 REFUSED = CallEnded(
     request_id="r-1", fleet="llama", lane="", pool="", replica="", key="team-a", class_="normal",
     outcome=Outcome.REFUSED, reason=Code.QUEUE_FULL, status=429, refusal_ms=1.23456,
-    queue_ms=0.0, reserved_blocks=0, unused_blocks=None,
+    queue_ms=0.0, predicted_ms=None, reserved_blocks=0, unused_blocks=None,
     prompt_tokens_estimated=12, prompt_tokens=None, output_tokens=None, duration_ms=2.0,
 )  # fmt: skip
 

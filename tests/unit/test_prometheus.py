@@ -53,7 +53,7 @@ def ended(**changes: Any) -> CallEnded:
     usual: dict[str, Any] = {
         "request_id": "r", "fleet": "llama", "lane": "short", "pool": "short", "replica": "s0", "key": "team-a",
         "class_": "normal", "outcome": Outcome.COMPLETED, "reason": None, "status": 200, "refusal_ms": None,
-        "queue_ms": 40.0, "reserved_blocks": 10, "unused_blocks": 3,
+        "queue_ms": 40.0, "predicted_ms": None, "reserved_blocks": 10, "unused_blocks": 3,
         "prompt_tokens_estimated": 150, "prompt_tokens": 100,
         "output_tokens": 5, "duration_ms": 900.0,
     }  # fmt: skip
@@ -68,9 +68,13 @@ def test_a_completed_call_is_counted_with_what_it_left() -> None:
     assert value(source, "kvgate_admission_requests_total", **calls) == 1
     waited = value(source, "kvgate_queue_wait_seconds_sum", fleet="llama", lane="short", class_="normal")
     assert waited == 0.04
+    predicted = "kvgate_queue_wait_prediction_ratio_sum"
+    assert value(source, predicted, fleet="llama", lane="short", class_="normal") is None
     assert value(source, "kvgate_reserved_unused_blocks_sum", replica="s0", **place) == 3
     assert value(source, "kvgate_estimate_error_ratio_bucket", fleet="llama", le="0.25") == 0
     assert value(source, "kvgate_estimate_error_ratio_bucket", fleet="llama", le="0.5") == 1
+    source(ended(predicted_ms=50))
+    assert value(source, predicted, fleet="llama", lane="short", class_="normal") == 0.8
 
 
 def test_an_instant_refusal_has_a_time_and_no_wait() -> None:
