@@ -9,7 +9,7 @@ import json
 import re
 from contextlib import suppress
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -86,7 +86,22 @@ class _Frame(msgspec.Struct):
         return Usage(self.usage.prompt_tokens, self.usage.completion_tokens)
 
 
+class _PlainChoice(msgspec.Struct, gc=False):
+    finish_reason: None = None
+
+
+class _PlainFrame(msgspec.Struct, gc=False):
+    """An event that only carries tokens: whatever else an event can tell does not decode as one."""
+
+    object: Literal["chat.completion.chunk", "text_completion"]
+    choices: Annotated[list[_PlainChoice], msgspec.Meta(min_length=1)]
+    usage: None = None
+    error: None = None
+
+
 _FRAMES = msgspec.json.Decoder(_Frame)
+_PLAIN_FRAMES = msgspec.json.Decoder(_PlainFrame)
+_LF = 0x0A
 
 
 def _decode(data: bytes) -> _Frame | None:
@@ -150,7 +165,8 @@ class StreamInspector:
         self._event_bytes_max = event_bytes_max
         self._overlong = False
         """An event passed the bound: what follows cannot be told apart and is not read."""
-        self._held = bytearray()
+        self._held: bytearray | None = None
+        """The beginning of an event."""
         self._after_failure = bytearray()
 
     @property
@@ -175,7 +191,7 @@ class StreamInspector:
                 self._hold(data)
                 return b""
             data = bytes(self._held) + data
-            self._held.clear()
+            self._held = None
         forward: list[bytes] = []
         start = 0
         while end := _EVENT_END.search(data, start):
@@ -193,9 +209,25 @@ class StreamInspector:
         self._hold(data[start:])
         return b"".join(forward)
 
+    def passes(self, data: bytes, start: int, end: int) -> bool:
+        """Whether `data[start:end]` is one event that only carries tokens, as nearly all are, and may go to the client.
+        Then it is noted.  Else nothing is, and `feed` has to take it.
+        """
+        if self._held or self.failure is not None or end - start > self._event_bytes_max:
+            return False
+        if not data.startswith(b"data:", start) or data.find(b"\n", start) != end - 2 or data[end - 1] != _LF:
+            return False
+        try:
+            _PLAIN_FRAMES.decode(data[start + 5 : end - 2])
+        except msgspec.DecodeError:
+            return False
+        self.started = True
+        self.events += 1
+        return True
+
     def finish(self) -> bytes:
         """Judge the end of the stream and return what is left to forward: bytes after the last blank line."""
-        rest, self._held = bytes(self._held), bytearray()
+        rest, self._held = bytes(self._held or b""), None
         keep = self._passes(rest) if rest else False
         if self.failure is None and not self.done:
             self.failure = Failure.UNFINISHED
@@ -203,14 +235,18 @@ class StreamInspector:
 
     def _hold(self, data: bytes) -> None:
         """Wait for the end of an event, within bounds."""
-        if len(self._held) + len(data) <= self._event_bytes_max:
-            self._held += data
+        if not data:
             return
-        self._give_up()
+        held = self._held or bytearray()
+        if len(held) + len(data) > self._event_bytes_max:
+            self._give_up()
+            return
+        held += data
+        self._held = held
 
     def _give_up(self) -> None:
         self._overlong = True
-        self._held.clear()
+        self._held = None
         self._fail(Failure.EVENT_TOO_LONG)
 
     def _keep(self, event: bytes) -> None:

@@ -46,6 +46,8 @@ class Cycle(RequestResponseCycle):
 
     _head = b""
     """Not written yet."""
+    _takes_chunks = False
+    """The head is written, and the rest goes out in chunks."""
 
     async def run_asgi(self, app: Any) -> None:
         try:
@@ -58,6 +60,14 @@ class Cycle(RequestResponseCycle):
     def ready(self) -> bool:
         begun = self.response_started and not self._head
         return begun and not (self.flow.write_paused or self.disconnected or self.response_complete)
+
+    def takes_chunks(self) -> bool:
+        return self._takes_chunks and not (
+            self.flow.write_paused or self.disconnected or self.response_complete
+        )
+
+    def write_chunk(self, chunk: bytes) -> None:
+        self.transport.write(chunk)
 
     def write(self, body: bytes) -> None:
         self._write(body, more_body=True)
@@ -99,6 +109,7 @@ class Cycle(RequestResponseCycle):
         if self.scope["method"] == "HEAD":
             self.expected_content_length, body = 0, b""
         elif self.chunked_encoding:
+            self._takes_chunks = True
             body = b"%x\r\n%b\r\n" % (len(body), body) if body else b""
             if not more_body:
                 body += b"0\r\n\r\n"

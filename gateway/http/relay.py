@@ -7,6 +7,7 @@ failure as success, and while nothing was forwarded the call can be tried elsewh
 import re
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
+from itertools import pairwise
 from typing import Any, Protocol
 
 from gateway.call import Call
@@ -45,12 +46,20 @@ class Writer(Protocol):
         """More of the body.  Only when `ready`."""
         ...
 
+    def takes_chunks(self) -> bool:
+        """It is `ready`, and the body goes out in HTTP's chunked coding."""
+        ...
+
+    def write_chunk(self, chunk: bytes) -> None:
+        """More of the body, as one chunk in that coding.  Only when `takes_chunks`."""
+        ...
+
 
 class AnswerRelay:
     """Implements `Relay` for one attempt."""
 
     __slots__ = (
-        "_call", "_first_token", "_gaps_ms", "_gaps_reported_at", "_headers", "_held", "_last_event_at", "_observer",
+        "_call", "_event_times", "_first_token", "_headers", "_held", "_observer",
         "_own_headers", "_send", "_status", "_stream", "_writer",
     )  # fmt: skip
 
@@ -73,9 +82,8 @@ class AnswerRelay:
         self._headers: list[tuple[bytes, bytes]] = []
         self._stream: StreamInspector | None = None
         self._held = bytearray()
-        self._last_event_at = 0.0
-        self._gaps_ms: list[float] = []
-        self._gaps_reported_at = 0.0
+        self._event_times: list[float] = []
+        """From the last one that was reported on."""
 
     @property
     def started(self) -> bool:
@@ -117,6 +125,17 @@ class AnswerRelay:
             writer.write(forward)
         if stream.failure:
             raise UpstreamFailed(stream.failure)
+        return True
+
+    def take_chunk(self, chunk: bytes, start: int) -> bool:
+        stream, writer = self._stream, self._writer
+        if writer is None or stream is None or not writer.takes_chunks():
+            return False
+        if not stream.passes(chunk, start, len(chunk) - 2):
+            return False
+        self._call.output_events = stream.events
+        self._note_time()
+        writer.write_chunk(chunk)
         return True
 
     async def body(self, data: bytes) -> None:
@@ -184,25 +203,30 @@ class AnswerRelay:
         self._call.writing_since = None
 
     def _note_event(self, started_before: bool, events: int) -> None:
+        if started_before:
+            if events:
+                self._note_time()
+            return
         now = time.monotonic()
-        if not started_before:
-            self._first_token()
-            call = self._call
-            ttft_ms = (now - call.started) * 1000
-            self._observer(FirstToken(call.fleet.name, self._pool(), call.terms.class_, ttft_ms))
-            self._gaps_reported_at = now
-        elif events:
-            self._gaps_ms.append((now - self._last_event_at) * 1000)
-            if now - self._gaps_reported_at > GAPS_REPORTED_SECONDS:
-                self.report_gaps()
-                self._gaps_reported_at = now
-        self._last_event_at = now
+        self._first_token()
+        call = self._call
+        ttft_ms = (now - call.started) * 1000
+        self._observer(FirstToken(call.fleet.name, self._pool(), call.terms.class_, ttft_ms))
+        self._event_times.append(now)
+
+    def _note_time(self) -> None:
+        now, times = time.monotonic(), self._event_times
+        times.append(now)
+        if now - times[0] > GAPS_REPORTED_SECONDS:
+            self.report_gaps()
 
     def report_gaps(self) -> None:
         """Tell of the times between tokens since the last report; whoever ends the answer asks for the rest."""
-        if self._gaps_ms:
+        times = self._event_times
+        if len(times) > 1:
             call = self._call
-            gaps_ms, self._gaps_ms = self._gaps_ms, []
+            gaps_ms = [(later - earlier) * 1000 for earlier, later in pairwise(times)]
+            del times[:-1]
             self._observer(TokenGaps(call.fleet.name, self._pool(), call.terms.class_, gaps_ms))
 
     def _pool(self) -> str:

@@ -51,6 +51,11 @@ class Receiver(Protocol):
         taken, `body` has to."""
         ...
 
+    def take_chunk(self, chunk: bytes, start: int) -> bool:
+        """Take `chunk[start:-2]`, the next bytes of the body, as `take` does.  `chunk` is all of one chunk of HTTP's
+        chunked coding, without extensions, and can be sent on as it is.  False: nothing was taken."""
+        ...
+
     async def body(self, data: bytes) -> None: ...
 
 

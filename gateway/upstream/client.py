@@ -38,6 +38,8 @@ class Origin(NamedTuple):
 class EngineConnection(asyncio.Protocol):
     """One connection, used by one exchange at a time."""
 
+    __slots__ = ("_deadline", "_exchange", "_idle", "_transport", "stale")
+
     def __init__(self, idle: "dict[EngineConnection, None]") -> None:
         self._idle = idle
         """The kept connections to the same engine."""

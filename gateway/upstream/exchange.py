@@ -8,6 +8,7 @@ then the engine's socket is not read and the call's task waits for the rest of i
 import asyncio
 import zlib
 from collections.abc import Coroutine
+from functools import lru_cache
 from typing import Any
 
 import httptools
@@ -22,9 +23,21 @@ PIECE_BYTES_MAX = 65_536
 """A compressed answer is decoded in pieces of this size, so that no engine can make a small one fill the memory."""
 
 _DETAIL_CHARS_MAX = 200
+_SIZE_DIGITS_MAX = 6
+"""Of a chunk that is not parsed: more than one read of the socket gives."""
 _GZIP = 31  # zlib's wbits for the gzip format
 _CODINGS = {b"": None, b"identity": None, b"gzip": _GZIP, b"x-gzip": _GZIP, b"deflate": zlib.MAX_WBITS}
 """Content codings and zlib's name for them; engines are asked for identity."""
+
+
+@lru_cache(maxsize=4096)
+def _size_line(chunk_bytes: int) -> bytes:
+    """How a chunk of so many bytes in all begins (RFC 9112, 7.1); empty where no chunk has so many, or no data."""
+    for digits in range(1, _SIZE_DIGITS_MAX + 1):
+        size = chunk_bytes - digits - len(b"\r\n\r\n")
+        if 16 ** (digits - 1) <= size < 16**digits:
+            return b"%x\r\n" % size
+    return b""
 
 
 class Exchange:
@@ -34,10 +47,11 @@ class Exchange:
     """
 
     __slots__ = (
-        "__weakref__", "_closed", "_coding_bits", "_deadline", "_decoder", "_decoding", "_ended", "_error", "_failure",
-        "_head_complete", "_head_passed", "_head_refused", "_headers", "_heard", "_idle_counts", "_keeps_alive",
-        "_limit", "_limits", "_loop", "_parser", "_parts", "_receiver", "_status", "_streams", "_suspended",
-        "_transport", "_unread_bytes", "_until_eof", "_woken",
+        "__weakref__", "_between_chunks", "_closed", "_coding_bits", "_deadline", "_decoder", "_decoding",
+        "_ended", "_error", "_failure", "_head_complete", "_head_passed", "_head_refused", "_headers",
+        "_heard", "_idle_counts", "_keeps_alive", "_limit", "_limits", "_loop", "_parser", "_parts",
+        "_receiver", "_status", "_streams", "_suspended", "_transport", "_unread_bytes", "_until_eof",
+        "_whole_chunks", "_woken",
     )  # fmt: skip
 
     def __init__(
@@ -65,6 +79,10 @@ class Exchange:
         self._decoder: Any = None
         self._decoding = False
         self._parts: list[bytes] = []
+        self._between_chunks = False
+        """The parser has read the end of a chunk, and no line since."""
+        self._whole_chunks = False
+        """The next chunk need not be parsed if it arrives undivided."""
         self._ended = False
         self._failure: UpstreamFailed | None = None
         self._error: BaseException | None = None
@@ -115,6 +133,14 @@ class Exchange:
     # -- the socket's side ---------------------------------------------------------------------------------------
 
     def feed(self, data: bytes) -> None:
+        if self._whole_chunks and self._offer_chunk(data):
+            return
+        self._parse(data)
+        self._pass_on()
+        # A size is complete at the end of its line: behind one the parser has not begun with another.
+        self._whole_chunks = self._between_chunks and data.endswith(b"\n") and self._runs_well
+
+    def _parse(self, data: bytes) -> None:
         if self._ended:
             self._keeps_alive = False  # nobody asked for this
             return
@@ -130,7 +156,6 @@ class Exchange:
         self._unread_bytes = 0 if self._parts or self._ended else self._unread_bytes + len(data)
         if self._unread_bytes > HEAD_BYTES_MAX:
             self._refuse("the head or the trailers of the answer are too long")
-        self._pass_on()
 
     def lost(self, error: Exception | None) -> None:
         """The connection is gone, in good order or not: for an answer without a length that is its end."""
@@ -176,6 +201,12 @@ class Exchange:
         if not self._ended:
             self._parts.append(body)
 
+    def on_chunk_header(self) -> None:
+        self._between_chunks = False
+
+    def on_chunk_complete(self) -> None:
+        self._between_chunks = True
+
     def on_message_complete(self) -> None:
         self._ended = self._ended or self._head_complete
 
@@ -212,13 +243,34 @@ class Exchange:
         try:
             taken = self._receiver.take(self._parts[0])
         except BaseException as error:
-            self._error = error
             self._parts.clear()
-            self._wake()
+            self._stop(error)
             return
         if taken:
             self._parts.clear()
             self._note_progress()
+
+    @property
+    def _runs_well(self) -> bool:
+        """A stream of plain bytes that has begun, all of it passed on: its idle limit counts."""
+        stopped = self._ended or self._suspended or self._failure or self._error
+        return not stopped and self._idle_counts and self._streams and self._decoder is None
+
+    def _offer_chunk(self, data: bytes) -> bool:
+        """What nearly every token is: a chunk in one piece.  The parser stands between two chunks before and after it,
+        so it need not see it.
+        """
+        size_line = _size_line(len(data))
+        if not size_line or not data.startswith(size_line) or not data.endswith(b"\r\n"):
+            return False
+        try:
+            taken = self._receiver.take_chunk(data, len(size_line))
+        except BaseException as error:
+            self._stop(error)
+            return True
+        if taken:
+            self._deadline.set(self._limits.idle_seconds)
+        return taken
 
     @property
     def _cut_off(self) -> bool:
@@ -230,8 +282,7 @@ class Exchange:
         try:
             begun = Begun(delivery)
         except BaseException as error:
-            self._error = error
-            self._wake()
+            self._stop(error)
             return
         if not begun.suspended:
             self._note_progress()
@@ -287,7 +338,14 @@ class Exchange:
         self._head_refused = True
         self._fail(detail)
 
+    def _stop(self, error: BaseException) -> None:
+        """The receiver has raised."""
+        self._error = error
+        self._wake()
+
     def _wake(self) -> None:
+        """Nothing goes past what the task has to see."""
+        self._whole_chunks = False
         if not self._woken.done():
             self._woken.set_result(None)
 

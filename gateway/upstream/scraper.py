@@ -37,6 +37,9 @@ class _Page:
     def take(self, data: bytes) -> bool:
         return False
 
+    def take_chunk(self, chunk: bytes, start: int) -> bool:
+        return False
+
     async def body(self, data: bytes) -> None:
         self.data += data
         if len(self.data) > PAGE_BYTES_MAX:

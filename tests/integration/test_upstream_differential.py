@@ -97,6 +97,10 @@ class Sink:
     def take(self, data: bytes) -> bool:
         return False
 
+    def take_chunk(self, chunk: bytes, start: int) -> bool:
+        self.data += chunk[start:-2]
+        return True
+
     async def body(self, data: bytes) -> None:
         self.data += data
 

@@ -1,0 +1,294 @@
+"""Chunks that go to the client as they came from the engine: no reader of either can tell, however a stream is cut."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import Mock
+
+import httptools
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from uvicorn.protocols.http.flow_control import FlowControl
+
+from gateway.call import Call
+from gateway.core.lifecycle import Phase
+from gateway.deadline import Deadline
+from gateway.http.protocol import Cycle
+from gateway.http.relay import AnswerRelay
+from gateway.upstream.exchange import Exchange, _size_line
+from gateway.upstream.limits import UpstreamLimits
+from tests.flow.engines import DONE, LAST_CHUNK, STREAM_HEAD, chunk, event
+
+WORD = event("word")
+FINISH = event("", "stop")
+ABORT = event("", "abort")
+ERROR = b'data: {"error":{"message":"EngineCore encountered an issue.","code":500}}\n\n'
+USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":11,"completion_tokens":3}}\n\n'
+COUNTED = WORD.replace(b"}\n\n", b',"usage":{"prompt_tokens":11,"completion_tokens":2}}\n\n')
+COMMENT = b": keep-alive\n\n"
+NO_JSON = b'data: {"choices":[{}\n\n'
+NO_CHOICE = b'data: {"object":"chat.completion.chunk","choices":[]}\n\n'
+OTHER_OBJECT = WORD.replace(b"chat.completion.chunk", b"error")
+SPOKEN = event('\\"error\\": \\n\\n\u2028')
+TWO_LINES = WORD.replace(b',"created"', b'\ndata: ,"created"')
+NAMED = b"event: x\n" + WORD
+CRLF = WORD.replace(b"\n", b"\r\n")
+EVENTS = [
+    WORD, FINISH, ABORT, ERROR, USAGE, COUNTED, COMMENT, NO_JSON, NO_CHOICE, OTHER_OBJECT, SPOKEN, TWO_LINES, NAMED,
+    CRLF, DONE, WORD + WORD, WORD[:50], WORD[50:], WORD + b"\n", b"\n", b"data: \n\n",
+]  # fmt: skip
+"""What a chunk may hold: whole events of every kind, several, parts, and what is none."""
+
+IDLE_SECONDS = 7.0
+
+
+class Socket:
+    """A transport that keeps what is written."""
+
+    def __init__(self) -> None:
+        self.written: list[bytes] = []
+        self.reads = True
+
+    def write(self, data: bytes) -> None:
+        self.written.append(data)
+
+    def close(self) -> None: ...
+
+    def is_closing(self) -> bool:
+        return False
+
+    def pause_reading(self) -> None:
+        self.reads = False
+
+    def resume_reading(self) -> None:
+        self.reads = True
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+
+@dataclass
+class Stream:
+    """One answer on its way from the engine's bytes to the client's."""
+
+    engine: Socket
+    client: Socket
+    cycle: Cycle
+    relay: AnswerRelay
+    exchange: Exchange
+    deadline: "IdleWatch"
+    call: Call
+
+    def feed(self, data: bytes, *cuts: int) -> None:
+        for start, end in pairwise([0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]):
+            if start < end:
+                self.exchange.feed(data[start:end])
+
+    def seen(self) -> tuple[object, ...]:
+        """All that the client, the books and the connection learn."""
+        events, exchange = self.relay._stream, self.exchange
+        judged: tuple[object, ...] = ()
+        if events is not None:
+            judged = (
+                events.started,
+                events.usage,
+                events.events,
+                events.done,
+                events.failure,
+                events.failure_bytes,
+            )
+        counted = (self.call.status, self.call.usage, self.call.output_events)
+        ended = (exchange._ended, str(exchange._failure), str(exchange._error), exchange.reusable)
+        return payload(b"".join(self.client.written)), judged, counted, ended
+
+
+def payload(answer: bytes) -> tuple[bytes, bool]:
+    """The body that the client reads, and whether it is complete; of HTTP/1.0 with what is not body."""
+    if b"transfer-encoding" not in answer:
+        return answer, False
+    data: list[bytes] = []
+    ends: list[bool] = []
+    reader = SimpleNamespace(on_body=data.append, on_message_complete=lambda: ends.append(True))
+    httptools.HttpResponseParser(reader).feed_data(answer)
+    return b"".join(data), bool(ends)
+
+
+class ParsingCycle(Cycle):
+    """Takes nothing unparsed: what a stream has to look like."""
+
+    def takes_chunks(self) -> bool:
+        return False
+
+
+class IdleWatch(Deadline):
+    """Remembers what it was set to."""
+
+    __slots__ = ("seconds",)
+
+    def set(self, seconds: float) -> None:
+        self.seconds = seconds
+        super().set(seconds)
+
+
+def stream(cycle: type[Cycle] = Cycle, version: str = "1.1", drop_usage: bool = False) -> Stream:
+    loop, client = asyncio.get_running_loop(), Socket()
+    transport, log = cast(asyncio.Transport, client), logging.getLogger()
+    answer = cycle(
+        scope=cast(Any, {"type": "http", "method": "POST", "http_version": version}),
+        transport=transport,
+        flow=FlowControl(transport),
+        logger=log,
+        access_logger=log,
+        access_log=False,
+        default_headers=[],
+        message_event=asyncio.Event(),
+        expect_100_continue=False,
+        keep_alive=True,
+        on_response=lambda: None,
+    )
+    call = Call(
+        request_id="",
+        request=cast(Any, SimpleNamespace(include_usage_asked=not drop_usage)),
+        headers=[],
+        fleet=cast(Any, SimpleNamespace(name="demo")),
+        terms=cast(Any, SimpleNamespace(class_="normal")),
+        started=0.0,
+        task=cast(Any, None),
+        phase=Phase.CONNECTING,
+    )
+    relay = AnswerRelay(call, answer.send, answer, [], lambda: None, lambda event: None)
+    deadline = IdleWatch(loop, lambda: None)
+    engine = Socket()
+    exchange = Exchange(
+        cast(asyncio.Transport, engine), relay, UpstreamLimits(idle_seconds=IDLE_SECONDS), deadline
+    )
+    return Stream(engine, client, answer, relay, exchange, deadline, call)
+
+
+def begun(cycle: type[Cycle] = Cycle, version: str = "1.1") -> Stream:
+    """Its first token is with the client."""
+    way = stream(cycle, version)
+    way.feed(STREAM_HEAD + chunk(WORD))
+    return way
+
+
+async def test_a_whole_chunk_with_a_token_is_passed_on_as_it_came() -> None:
+    way, piece = begun(), chunk(WORD)
+    way.feed(piece)
+    assert way.client.written[-1] is piece
+    assert (way.call.output_events, way.deadline.seconds) == (2, IDLE_SECONDS)
+
+
+@pytest.mark.parametrize(
+    "told", [FINISH, ABORT, ERROR, USAGE, COUNTED, COMMENT, NO_JSON, NO_CHOICE, OTHER_OBJECT, DONE]
+)
+async def test_an_event_that_tells_more_is_parsed(told: bytes) -> None:
+    way, piece = begun(), chunk(told)
+    way.feed(piece)
+    assert all(written is not piece for written in way.client.written)
+
+
+async def test_a_client_that_needs_another_framing_gets_it() -> None:
+    way = begun(version="1.0")
+    way.feed(chunk(WORD))
+    assert way.client.written[-1] == WORD
+
+
+async def test_each_token_moves_the_idle_limit() -> None:
+    way = begun()
+    way.deadline.seconds = 0
+    way.feed(chunk(WORD))
+    assert way.deadline.seconds == IDLE_SECONDS
+
+
+async def test_a_client_that_does_not_read_stops_the_engine() -> None:
+    way = begun()
+    way.cycle.flow.pause_writing()
+    written = len(way.client.written)
+    way.feed(chunk(WORD))
+    assert (len(way.client.written), way.engine.reads) == (written, False)
+    way.feed(chunk(WORD))  # was read already
+    way.cycle.flow.resume_writing()
+    way.feed(LAST_CHUNK)
+    await way.exchange.finish()
+    assert (len(way.client.written), way.engine.reads) == (written + 2, True)
+
+
+async def test_a_client_that_left_gets_nothing() -> None:
+    way = begun()
+    way.cycle.disconnected = True
+    written = len(way.client.written)
+    way.feed(chunk(WORD))
+    assert len(way.client.written) == written
+
+
+async def test_what_the_receiver_raises_ends_the_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    way = begun()
+    error = RuntimeError("no more")
+    monkeypatch.setattr(AnswerRelay, "take_chunk", Mock(side_effect=error))
+    way.feed(chunk(WORD))
+    way.feed(chunk(WORD))
+    with pytest.raises(RuntimeError, match="no more"):
+        await way.exchange.finish()
+    assert (way.call.output_events, way.exchange.reusable) == (1, False)
+
+
+@pytest.mark.parametrize("size", [1, 2, 15, 16, 17, 255, 256, 4095, 4096, 65_535, 65_536, 1 << 20])
+def test_a_chunk_is_known_by_its_length(size: int) -> None:
+    assert _size_line(len(chunk(b"x" * size))) == b"%x\r\n" % size
+
+
+@pytest.mark.parametrize("chunk_bytes", [0, 1, 4, 5, 21, 262, 1 << 25])
+def test_there_are_lengths_that_no_chunk_has(chunk_bytes: int) -> None:
+    """Five bytes are the last chunk, 21 lie between sizes of one and of two digits, and some are too many."""
+    assert _size_line(chunk_bytes) == b""
+
+
+FRAMINGS: dict[str, Callable[[bytes], bytes]] = {
+    "plain": chunk,
+    "extension": lambda data: b"%x;a=b\r\n%b\r\n" % (len(data), data),
+    "capitals": lambda data: b"%X\r\n%b\r\n" % (len(data), data),
+    "zeros": lambda data: b"0%x\r\n%b\r\n" % (len(data), data),
+    "too short": lambda data: b"%x\r\n%b\r\n" % (len(data) + 1, data),
+    "too long": lambda data: b"%x\r\n%b\r\n" % (len(data) - 1, data),
+    "two": lambda data: chunk(data) + chunk(WORD),
+    "halves": lambda data: chunk(data[:1]) + chunk(data[1:] or b"\n"),
+    "last": lambda data: chunk(data) + LAST_CHUNK,
+    "trailers": lambda data: chunk(data) + b"0\r\nx-end: 1\r\n\r\n",
+    "another answer": lambda data: chunk(data) + LAST_CHUNK + STREAM_HEAD,
+}
+PIECES = st.tuples(
+    st.sampled_from([WORD] * 10 + EVENTS),
+    st.sampled_from(["plain"] * 15 + sorted(FRAMINGS)),
+    st.one_of(st.just([]), st.just([]), st.lists(st.integers(0, 260), max_size=3)),
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    st.lists(PIECES, max_size=8),
+    st.lists(st.integers(0, 300), max_size=3),
+    st.sampled_from(["1.1", "1.0"]),
+    st.booleans(),
+)
+def test_nobody_can_tell_what_was_parsed(
+    pieces: list[tuple[bytes, str, list[int]]], first_cuts: list[int], version: str, drop_usage: bool
+) -> None:
+    async def check() -> None:
+        ways = [stream(cycle, version, drop_usage) for cycle in (Cycle, ParsingCycle)]
+        for way in ways:
+            way.feed(STREAM_HEAD + chunk(WORD), *first_cuts)
+        for data, framing, cuts in pieces:
+            for way in ways:
+                way.feed(FRAMINGS[framing](data), *cuts)
+            assert ways[0].seen() == ways[1].seen()
+        for way in ways:
+            way.exchange.lost(None)
+        assert ways[0].seen() == ways[1].seen()
+
+    asyncio.run(check())
