@@ -135,15 +135,15 @@ class Exchange:
     def feed(self, data: bytes) -> None:
         if self._whole_chunks and self._offer_chunk(data):
             return
-        self._parse(data)
-        self._pass_on()
-        # A size is complete at the end of its line: behind one the parser has not begun with another.
-        self._whole_chunks = self._between_chunks and data.endswith(b"\n") and self._runs_well
-
-    def _parse(self, data: bytes) -> None:
         if self._ended:
             self._keeps_alive = False  # nobody asked for this
             return
+        self._parse(data)
+        self._pass_on()
+        # At the end of a line no size is half read: one that was read whole has moved the parser on.
+        self._whole_chunks = self._between_chunks and data.endswith(b"\n") and self._runs_well
+
+    def _parse(self, data: bytes) -> None:
         self._heard = True
         try:
             self._parser.feed_data(data)
@@ -252,9 +252,9 @@ class Exchange:
 
     @property
     def _runs_well(self) -> bool:
-        """A stream of plain bytes that has begun, all of it passed on: its idle limit counts."""
+        """An answer that has begun and is not compressed, all of it passed on, so that its idle limit counts."""
         stopped = self._ended or self._suspended or self._failure or self._error
-        return not stopped and self._idle_counts and self._streams and self._decoder is None
+        return not stopped and self._idle_counts and self._decoder is None
 
     def _offer_chunk(self, data: bytes) -> bool:
         """What nearly every token is: a chunk in one piece.  The parser stands between two chunks before and after it,

@@ -119,6 +119,48 @@ def test_an_undivided_chunk_is_not_copied() -> None:
     assert StreamInspector(drop_usage=True).feed(WORD) is WORD
 
 
+def test_a_plain_event_is_noted_without_being_cut_out() -> None:
+    inspector = StreamInspector()
+    assert inspector.passes(b"<" + WORD + b">", 1, 1 + len(WORD))
+    assert (inspector.started, inspector.events, inspector.failure) == (True, 1, None)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        ROLE[:-1] + b"x",
+        ROLE[:-1],
+        ROLE[:40],
+        ROLE + WORD,
+        COMMENT,
+        USAGE,
+        CONTINUOUS,
+        LAST,
+        ABORT,
+        ERROR,
+        DONE,
+    ],
+)
+def test_nothing_is_noted_of_any_other(event: bytes) -> None:
+    """The first is JSON over two lines, of which one is data."""
+    inspector = StreamInspector()
+    assert not inspector.passes(event, 0, len(event))
+    assert facts(inspector) == facts(StreamInspector())
+
+
+@pytest.mark.parametrize(
+    "before", [ERROR, WORD[:40], b"x" * 1_001], ids=["failure", "half an event", "too long"]
+)
+def test_no_event_passes_by_what_is_held(before: bytes) -> None:
+    inspector = StreamInspector(event_bytes_max=1_000)
+    inspector.feed(before)
+    assert not inspector.passes(WORD, 0, len(WORD))
+
+
+def test_an_event_that_is_too_long_does_not_pass() -> None:
+    assert not StreamInspector(event_bytes_max=len(WORD) - 1).passes(WORD, 0, len(WORD))
+
+
 def test_facts_of_a_good_stream() -> None:
     _, inspector = run(GOOD, [])
     assert inspector.usage == Usage(prompt_tokens=11, completion_tokens=5)

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,15 +17,19 @@ from hypothesis import strategies as st
 from uvicorn.protocols.http.flow_control import FlowControl
 
 from gateway.call import Call
+from gateway.core.events import Event, TokenGaps
 from gateway.core.lifecycle import Phase
 from gateway.deadline import Deadline
+from gateway.http import relay
 from gateway.http.protocol import Cycle
 from gateway.http.relay import AnswerRelay
+from gateway.upstream.api import UpstreamFailed
 from gateway.upstream.exchange import Exchange, _size_line
 from gateway.upstream.limits import UpstreamLimits
 from tests.flow.engines import DONE, LAST_CHUNK, STREAM_HEAD, chunk, event
 
 WORD = event("word")
+OTHER_WORD = event("another")
 FINISH = event("", "stop")
 ABORT = event("", "abort")
 ERROR = b'data: {"error":{"message":"EngineCore encountered an issue.","code":500}}\n\n'
@@ -33,14 +38,15 @@ COUNTED = WORD.replace(b"}\n\n", b',"usage":{"prompt_tokens":11,"completion_toke
 COMMENT = b": keep-alive\n\n"
 NO_JSON = b'data: {"choices":[{}\n\n'
 NO_CHOICE = b'data: {"object":"chat.completion.chunk","choices":[]}\n\n'
+WITH_ERROR = WORD.replace(b"}\n\n", b',"error":{"message":"EngineCore encountered an issue."}}\n\n')
 OTHER_OBJECT = WORD.replace(b"chat.completion.chunk", b"error")
 SPOKEN = event('\\"error\\": \\n\\n\u2028')
 TWO_LINES = WORD.replace(b',"created"', b'\ndata: ,"created"')
 NAMED = b"event: x\n" + WORD
 CRLF = WORD.replace(b"\n", b"\r\n")
 EVENTS = [
-    WORD, FINISH, ABORT, ERROR, USAGE, COUNTED, COMMENT, NO_JSON, NO_CHOICE, OTHER_OBJECT, SPOKEN, TWO_LINES, NAMED,
-    CRLF, DONE, WORD + WORD, WORD[:50], WORD[50:], WORD + b"\n", b"\n", b"data: \n\n",
+    WORD, FINISH, ABORT, ERROR, USAGE, COUNTED, COMMENT, NO_JSON, NO_CHOICE, WITH_ERROR, OTHER_OBJECT, SPOKEN,
+    TWO_LINES, NAMED, CRLF, DONE, WORD + WORD, WORD[:50], WORD[50:], WORD + b"\n", b"\n", b"data: \n\n",
 ]  # fmt: skip
 """What a chunk may hold: whole events of every kind, several, parts, and what is none."""
 
@@ -83,6 +89,8 @@ class Stream:
     exchange: Exchange
     deadline: "IdleWatch"
     call: Call
+    told: list[Event]
+    """The observer's."""
 
     def feed(self, data: bytes, *cuts: int) -> None:
         for start, end in pairwise([0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]):
@@ -161,13 +169,14 @@ def stream(cycle: type[Cycle] = Cycle, version: str = "1.1", drop_usage: bool = 
         task=cast(Any, None),
         phase=Phase.CONNECTING,
     )
-    relay = AnswerRelay(call, answer.send, answer, [], lambda: None, lambda event: None)
+    told: list[Event] = []
+    receiver = AnswerRelay(call, answer.send, answer, [], lambda: None, told.append)
     deadline = IdleWatch(loop, lambda: None)
     engine = Socket()
     exchange = Exchange(
-        cast(asyncio.Transport, engine), relay, UpstreamLimits(idle_seconds=IDLE_SECONDS), deadline
+        cast(asyncio.Transport, engine), receiver, UpstreamLimits(idle_seconds=IDLE_SECONDS), deadline
     )
-    return Stream(engine, client, answer, relay, exchange, deadline, call)
+    return Stream(engine, client, answer, receiver, exchange, deadline, call, told)
 
 
 def begun(cycle: type[Cycle] = Cycle, version: str = "1.1") -> Stream:
@@ -185,12 +194,28 @@ async def test_a_whole_chunk_with_a_token_is_passed_on_as_it_came() -> None:
 
 
 @pytest.mark.parametrize(
-    "told", [FINISH, ABORT, ERROR, USAGE, COUNTED, COMMENT, NO_JSON, NO_CHOICE, OTHER_OBJECT, DONE]
+    "told",
+    [FINISH, ABORT, ERROR, USAGE, COUNTED, COMMENT, NO_JSON, NO_CHOICE, WITH_ERROR, OTHER_OBJECT, DONE],
 )
 async def test_an_event_that_tells_more_is_parsed(told: bytes) -> None:
     way, piece = begun(), chunk(told)
     way.feed(piece)
     assert all(written is not piece for written in way.client.written)
+
+
+async def test_the_time_between_tokens_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all in one stream, parsed or not; what is no token does not end a gap."""
+    clock = SimpleNamespace(now=10.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(relay, "time", clock)
+    way = stream()
+    way.feed(STREAM_HEAD + chunk(WORD))
+    for now, data in [(10.5, WORD), (10.625, COMMENT), (10.75, FINISH), (11.25, WORD), (11.5, WORD)]:
+        clock.now = now
+        way.feed(chunk(data))
+    way.relay.report_gaps()
+    way.relay.report_gaps()
+    assert [event.gaps_ms for event in way.told if isinstance(event, TokenGaps)] == [[500, 250, 500], [250]]
+    assert len(way.told) == 3
 
 
 async def test_a_client_that_needs_another_framing_gets_it() -> None:
@@ -212,11 +237,11 @@ async def test_a_client_that_does_not_read_stops_the_engine() -> None:
     written = len(way.client.written)
     way.feed(chunk(WORD))
     assert (len(way.client.written), way.engine.reads) == (written, False)
-    way.feed(chunk(WORD))  # was read already
     way.cycle.flow.resume_writing()
+    way.feed(chunk(OTHER_WORD))  # was read already, and comes behind what still waits
     way.feed(LAST_CHUNK)
     await way.exchange.finish()
-    assert (len(way.client.written), way.engine.reads) == (written + 2, True)
+    assert (way.client.written[written:], way.engine.reads) == ([chunk(WORD), chunk(OTHER_WORD)], True)
 
 
 async def test_a_client_that_left_gets_nothing() -> None:
@@ -227,15 +252,27 @@ async def test_a_client_that_left_gets_nothing() -> None:
     assert len(way.client.written) == written
 
 
+async def test_no_chunk_is_offered_before_the_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another limit counts until then."""
+    monkeypatch.setattr(AnswerRelay, "take_chunk", taking := Mock(return_value=True))
+    way = stream()
+    way.feed(STREAM_HEAD + chunk(COMMENT))
+    way.feed(chunk(WORD))
+    assert not taking.called
+    way.feed(chunk(WORD))
+    assert taking.called
+
+
 async def test_what_the_receiver_raises_ends_the_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
     way = begun()
-    error = RuntimeError("no more")
-    monkeypatch.setattr(AnswerRelay, "take_chunk", Mock(side_effect=error))
+    monkeypatch.setattr(
+        AnswerRelay, "take_chunk", taking := Mock(side_effect=[RuntimeError("no more"), True])
+    )
     way.feed(chunk(WORD))
     way.feed(chunk(WORD))
     with pytest.raises(RuntimeError, match="no more"):
         await way.exchange.finish()
-    assert (way.call.output_events, way.exchange.reusable) == (1, False)
+    assert (way.call.output_events, way.exchange.reusable, taking.call_count) == (1, False, 1)
 
 
 @pytest.mark.parametrize("size", [1, 2, 15, 16, 17, 255, 256, 4095, 4096, 65_535, 65_536, 1 << 20])
@@ -249,6 +286,45 @@ def test_there_are_lengths_that_no_chunk_has(chunk_bytes: int) -> None:
     assert _size_line(chunk_bytes) == b""
 
 
+def inside_another() -> list[bytes]:
+    """What looks like a chunk is the middle of one."""
+    whole = chunk(COMMENT + chunk(WORD) + COMMENT)
+    start = whole.index(chunk(WORD))
+    return [whole[:start], chunk(WORD), whole[start + len(chunk(WORD)) :]]
+
+
+def behind_half_a_size() -> list[bytes]:
+    """The size of a chunk is cut so that the rest of it is right for what comes with it."""
+    body = (WORD + b"\r\n").ljust(int(b"1%x" % len(WORD), 16) - len(COMMENT), b":") + COMMENT
+    whole = chunk(body)
+    return [chunk(WORD) + whole[:1], chunk(WORD), whole[1 + len(chunk(WORD)) :]]
+
+
+@pytest.mark.parametrize(
+    "pieces", [inside_another(), behind_half_a_size()], ids=["inside", "behind half a size"]
+)
+async def test_what_only_looks_like_a_chunk_is_parsed(pieces: list[bytes]) -> None:
+    assert pieces[1] == chunk(WORD)
+    ways = [begun(Cycle), begun(ParsingCycle)]
+    for piece in (*pieces, chunk(WORD), LAST_CHUNK):
+        for way in ways:
+            way.feed(piece)
+        assert ways[0].seen() == ways[1].seen()
+    assert ways[0].exchange.reusable
+
+
+async def test_a_compressed_answer_is_decoded_to_its_end() -> None:
+    """Even where its bytes look like a token: they are none."""
+    way = stream()
+    head = STREAM_HEAD.replace(b"\r\n\r\n", b"\r\ncontent-encoding: gzip\r\n\r\n")
+    packer = zlib.compressobj(wbits=31)
+    way.feed(head + chunk(packer.compress(WORD) + packer.flush(zlib.Z_SYNC_FLUSH)))
+    way.feed(chunk(WORD))
+    with pytest.raises(UpstreamFailed, match="cannot be decoded"):
+        await way.exchange.finish()
+    assert way.call.output_events == 1
+
+
 FRAMINGS: dict[str, Callable[[bytes], bytes]] = {
     "plain": chunk,
     "extension": lambda data: b"%x;a=b\r\n%b\r\n" % (len(data), data),
@@ -256,12 +332,24 @@ FRAMINGS: dict[str, Callable[[bytes], bytes]] = {
     "zeros": lambda data: b"0%x\r\n%b\r\n" % (len(data), data),
     "too short": lambda data: b"%x\r\n%b\r\n" % (len(data) + 1, data),
     "too long": lambda data: b"%x\r\n%b\r\n" % (len(data) - 1, data),
+    "no end": lambda data: b"%x\r\n%bxx" % (len(data), data),
     "two": lambda data: chunk(data) + chunk(WORD),
     "halves": lambda data: chunk(data[:1]) + chunk(data[1:] or b"\n"),
     "last": lambda data: chunk(data) + LAST_CHUNK,
     "trailers": lambda data: chunk(data) + b"0\r\nx-end: 1\r\n\r\n",
     "another answer": lambda data: chunk(data) + LAST_CHUNK + STREAM_HEAD,
 }
+
+
+@pytest.mark.parametrize("framing", FRAMINGS)
+async def test_chunks_of_every_kind_are_read_alike(framing: str) -> None:
+    ways = [begun(Cycle), begun(ParsingCycle)]
+    for way in ways:
+        way.feed(FRAMINGS[framing](OTHER_WORD))
+        way.feed(chunk(WORD))
+    assert ways[0].seen() == ways[1].seen()
+
+
 PIECES = st.tuples(
     st.sampled_from([WORD] * 10 + EVENTS),
     st.sampled_from(["plain"] * 15 + sorted(FRAMINGS)),
