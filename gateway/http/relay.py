@@ -133,7 +133,6 @@ class AnswerRelay:
             return False
         if not stream.passes(chunk, start, len(chunk) - 2):
             return False
-        self._call.output_events = stream.events
         self._note_time()
         writer.write_chunk(chunk)
         return True
@@ -221,7 +220,12 @@ class AnswerRelay:
             self.report_gaps()
 
     def report_gaps(self) -> None:
-        """Tell of the times between tokens since the last report; whoever ends the answer asks for the rest."""
+        """Tell of the tokens since the last report: the call how many, telemetry the times between them.
+
+        Whoever ends the answer asks for the rest.
+        """
+        if self._stream is not None:
+            self._call.output_events = self._stream.events
         times = self._event_times
         if len(times) > 1:
             call = self._call

@@ -99,6 +99,7 @@ class Stream:
 
     def seen(self) -> tuple[object, ...]:
         """All that the client, the books and the connection learn."""
+        self.relay.report_gaps()
         events, exchange = self.relay._stream, self.exchange
         judged: tuple[object, ...] = ()
         if events is not None:
@@ -189,6 +190,7 @@ def begun(cycle: type[Cycle] = Cycle, version: str = "1.1") -> Stream:
 async def test_a_whole_chunk_with_a_token_is_passed_on_as_it_came() -> None:
     way, piece = begun(), chunk(WORD)
     way.feed(piece)
+    way.relay.report_gaps()
     assert way.client.written[-1] is piece
     assert (way.call.output_events, way.deadline.seconds) == (2, IDLE_SECONDS)
 
