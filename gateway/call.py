@@ -122,6 +122,10 @@ class Relay(Receiver, Protocol):
         """The engine's answer is complete: pass the rest on.  Raises UpstreamFailed where it proves a failure."""
         ...
 
+    def report(self) -> None:
+        """Tell what was not told yet: the call its tokens, telemetry the times between them."""
+        ...
+
 
 class Client(Protocol):
     """The way back to whoever sent the call."""

@@ -146,6 +146,7 @@ class Flow:
         except UpstreamFailed as failed:
             return _failed(call, demand, grant, failed)
         finally:
+            relay.report()  # who gives the place back asks the call what it used
             if prefill_over:
                 prefill_over.cancel()
         call.advance(Event.ENDED)

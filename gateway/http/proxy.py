@@ -330,7 +330,6 @@ class Proxy:
         finally:
             watch.close()
             self._calls.discard(call)
-            client.report_gaps()
             self._report(visit, call)
 
     async def _apologise(self, call: Call, client: "_HttpClient") -> None:
@@ -446,10 +445,6 @@ class _HttpClient:
     def relay(self, call: Call, first_token: Callable[[], None]) -> AnswerRelay:
         self._relay = self._proxy.relay(self._visit, call, first_token)
         return self._relay
-
-    def report_gaps(self) -> None:
-        if self._relay is not None:
-            self._relay.report_gaps()
 
     async def refuse(self, call: Call, refusal: Refusal) -> None:
         await self._proxy.refuse(self._visit, call, refusal)

@@ -217,9 +217,9 @@ class AnswerRelay:
         now, times = time.monotonic(), self._event_times
         times.append(now)
         if now - times[0] > GAPS_REPORTED_SECONDS:
-            self.report_gaps()
+            self.report()
 
-    def report_gaps(self) -> None:
+    def report(self) -> None:
         """Tell of the tokens since the last report: the call how many, telemetry the times between them.
 
         Whoever ends the answer asks for the rest.

@@ -99,7 +99,7 @@ class Stream:
 
     def seen(self) -> tuple[object, ...]:
         """All that the client, the books and the connection learn."""
-        self.relay.report_gaps()
+        self.relay.report()
         events, exchange = self.relay._stream, self.exchange
         judged: tuple[object, ...] = ()
         if events is not None:
@@ -190,7 +190,7 @@ def begun(cycle: type[Cycle] = Cycle, version: str = "1.1") -> Stream:
 async def test_a_whole_chunk_with_a_token_is_passed_on_as_it_came() -> None:
     way, piece = begun(), chunk(WORD)
     way.feed(piece)
-    way.relay.report_gaps()
+    way.relay.report()
     assert way.client.written[-1] is piece
     assert (way.call.output_events, way.deadline.seconds) == (2, IDLE_SECONDS)
 
@@ -214,8 +214,8 @@ async def test_the_time_between_tokens_is_told_once(monkeypatch: pytest.MonkeyPa
     for now, data in [(10.5, WORD), (10.625, COMMENT), (10.75, FINISH), (11.25, WORD), (11.5, WORD)]:
         clock.now = now
         way.feed(chunk(data))
-    way.relay.report_gaps()
-    way.relay.report_gaps()
+    way.relay.report()
+    way.relay.report()
     assert [event.gaps_ms for event in way.told if isinstance(event, TokenGaps)] == [[500, 250, 500], [250]]
     assert len(way.told) == 3
 
