@@ -5,6 +5,7 @@ Values stay raw until something asks for them: fields that nobody reads cost one
 
 import re
 from collections.abc import Iterable
+from operator import itemgetter
 from typing import Any
 
 import msgspec
@@ -98,11 +99,19 @@ def read_members(body: bytes) -> Members:
 def read_value(members: Members, name: str) -> Any:
     """The decoded value of a member; None where it is absent or null."""
     member = members.get(name)
-    if member is None:
-        return None
+    return None if member is None else decode(member.view, name)
+
+
+def decode(value: bytes | memoryview, name: str, decoder: msgspec.json.Decoder[Any] = _ANYTHING) -> Any:
+    """What stands in the member `name`, or a part of it.
+
+    Raises Refused, but msgspec.ValidationError where the decoder wants another type and has one of its own.
+    """
     try:
-        return _ANYTHING.decode(member.view)
+        return decoder.decode(value)
     except msgspec.ValidationError:
+        if decoder is not _ANYTHING:
+            raise
         raise Refused(Code.INVALID_VALUE, f"`{name}` holds a number out of range.", name) from None
     except (msgspec.DecodeError, RecursionError):
         raise Refused(Code.INVALID_JSON, f"`{name}` is not valid JSON text.", name) from None
@@ -147,12 +156,13 @@ def is_given(members: Members, name: str) -> bool:
 
 def splice(body: bytes, edits: Iterable[Edit]) -> bytes:
     """`body` with the edits applied, which must not overlap; edits at one place keep their order."""
-    pieces: list[bytes] = []
+    uncut = memoryview(body)
+    pieces: list[bytes | memoryview] = []
     at = 0
-    for start, end, text in sorted(edits, key=lambda edit: edit[0]):
-        pieces += (body[at:start], text)
+    for start, end, text in sorted(edits, key=itemgetter(0)):
+        pieces += (uncut[at:start], text)
         at = end
-    return b"".join((*pieces, body[at:]))
+    return b"".join((*pieces, uncut[at:]))
 
 
 def append_member(body: bytes, name: str, value: bytes) -> Edit:

@@ -69,8 +69,8 @@ def token_bounds(request: GenerationRequest, factor: float) -> tuple[int, int]:
 
     A token of a byte-level vocabulary covers 1 to LONGEST_TOKEN_BYTES bytes.
     """
-    low = max(prompt_tokens(p, -(-_utf8_bytes(p) // LONGEST_TOKEN_BYTES), factor) for p in request.prompts)
-    high = max(prompt_tokens(p, _utf8_bytes(p), factor) for p in request.prompts)
+    low = max(prompt_tokens(p, -(-_least_bytes(p) // LONGEST_TOKEN_BYTES), factor) for p in request.prompts)
+    high = max(prompt_tokens(p, _most_bytes(p), factor) for p in request.prompts)
     return low, high
 
 
@@ -85,5 +85,9 @@ def call_cost(blocks: int, tokens: int, output_tokens: int) -> int:
     return max(1, blocks * seconds)
 
 
-def _utf8_bytes(prompt: Prompt) -> int:
+def _least_bytes(prompt: Prompt) -> int:
+    return 0 if isinstance(prompt, PromptTokens) else prompt.utf8_bytes - prompt.escape_bytes
+
+
+def _most_bytes(prompt: Prompt) -> int:
     return 0 if isinstance(prompt, PromptTokens) else prompt.utf8_bytes

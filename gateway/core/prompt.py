@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.core.body import Members, Refused, is_given, read_value, shown
+from gateway.core.body import Member, Members, Refused, decode, is_given, read_value, shown
 from gateway.core.outcomes import Code
 
 PROMPTS_MAX = 1024
@@ -27,6 +27,15 @@ TOOL_TOKENS = 16
 MEDIA_TOKENS = 4096
 """An image, audio or video part, and any part of an unknown type, whatever its bytes."""
 
+LITERAL_BYTES_MIN, LITERAL_BYTES_MAX = 512, 16 * 1024
+"""Strings of messages that stay as they stand in the body: to decode a known text takes as long as all else that is
+done with it.  Shorter ones cost little, longer ones are remembered in parts, and no cut may go through an escape.
+"""
+ESCAPES_COUNTED_BYTES_MIN = 512 * 1024
+"""Counting escapes takes half a microsecond a kilobyte; what is shorter fits every context by its least tokens."""
+_ESCAPE_BYTES_MAX = 5
+"""An escape has at most so many bytes more than its character, for each backslash: `\\u0041`."""
+
 _USUAL_ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 """One token each, which MESSAGE_TOKENS covers."""
 _TEXT_KEYS = {
@@ -36,19 +45,29 @@ _TEXT_KEYS = {
     "refusal": "refusal",
     "thinking": "thinking",
 }
+_QUOTE = ord('"')
+_NO_MESSAGES = "`messages` must be a non-empty list."
 _LIST_OF_NUMBERS = re.compile(rb"\[[ \t\r\n]*[0-9]")
 _ID_BYTES = b"0123456789 \t\r\n"
+_MESSAGES = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
+_STRING = msgspec.json.Decoder(str)
 _TEMPLATE_FIELDS = ("documents", "chat_template", "chat_template_kwargs")
 """Fields of vLLM's chat API, beside messages and tools, that reach the prompt through the chat template."""
+
+
+Text = str | msgspec.Raw
+"""Raw is a string as it stands in the body, with its quotes and escapes: `literal_text` decodes it, and never fails."""
 
 
 class PromptText(msgspec.Struct, frozen=True):
     """One prompt to be counted: the tokens of `texts` plus `fixed_tokens`."""
 
-    texts: tuple[str, ...]
+    texts: tuple[Text, ...]
     fixed_tokens: int
     utf8_bytes: int
     """Of the texts together: a byte-level tokenizer never makes more tokens than this."""
+    escape_bytes: int = 0
+    """By how much `utf8_bytes` may be too many, because of escapes that were not decoded."""
 
 
 class PromptTokens(msgspec.Struct, frozen=True):
@@ -62,17 +81,19 @@ Prompt = PromptText | PromptTokens
 
 def read_chat(members: Members) -> tuple[Prompt, ...]:
     """The one prompt that a chat template makes of messages, tools and schemas.  Raises Refused."""
-    messages = read_value(members, "messages")
-    if messages is None:
-        raise Refused(Code.MISSING_FIELD, "`messages` is missing.", "messages")
-    if not isinstance(messages, list) or not messages:
-        raise Refused(Code.INVALID_VALUE, "`messages` must be a non-empty list.", "messages")
+    messages = _read_messages(members)
     _check_pieces(len(messages))
     gathered = _Gathered(fixed_tokens=REPLY_TOKENS)
     for message in messages:
         _read_message(message, gathered)
     _read_tools(members, gathered)
-    return (_prompt_text(gathered.texts, gathered.fixed_tokens),)
+    return (_chat_text(gathered.texts, gathered.fixed_tokens, members["messages"]),)
+
+
+def literal_text(literal: msgspec.Raw) -> str:
+    """The string that a JSON string is."""
+    text: str = _STRING.decode(literal)
+    return text
 
 
 def read_prompts(members: Members) -> tuple[Prompt, ...]:
@@ -99,13 +120,19 @@ def read_prompts(members: Members) -> tuple[Prompt, ...]:
 class _Gathered:
     """What was found in a chat so far."""
 
-    texts: list[str] = field(default_factory=list)
+    texts: list[Text] = field(default_factory=list)
     fixed_tokens: int = 0
     pieces: int = 0
 
     def add_text(self, value: Any) -> None:
         self._add_piece()
         self.texts.append(value if isinstance(value, str) else _compact(value))
+
+    def add_literal(self, literal: msgspec.Raw) -> None:
+        """A string as it stands in the body."""
+        kept = LITERAL_BYTES_MIN <= len(literal) <= LITERAL_BYTES_MAX
+        self._add_piece()
+        self.texts.append(literal if kept else literal_text(literal))
 
     def add_media(self) -> None:
         self._add_piece()
@@ -122,30 +149,50 @@ def _check_pieces(count: int) -> None:
         raise Refused(Code.INVALID_VALUE, message, "messages")
 
 
-def _read_message(message: Any, gathered: _Gathered) -> None:
+def _read_messages(members: Members) -> list[dict[str, msgspec.Raw]]:
+    """Each message's fields as they stand in the body."""
+    member = members.get("messages")
+    if member is None or member.is_null:
+        raise Refused(Code.MISSING_FIELD, "`messages` is missing.", "messages")
+    try:
+        messages: list[dict[str, msgspec.Raw]] = decode(member.view, "messages", _MESSAGES)
+    except msgspec.ValidationError:
+        is_list = bytes(member.view[:1]) == b"["
+        wanted = "Every one of `messages` must be an object." if is_list else _NO_MESSAGES
+        raise Refused(Code.INVALID_VALUE, wanted, "messages") from None
+    if not messages:
+        raise Refused(Code.INVALID_VALUE, _NO_MESSAGES, "messages")
+    return messages
+
+
+def _read_message(message: dict[str, msgspec.Raw], gathered: _Gathered) -> None:
     """Any field may be shown by a chat template; a usual role is in the frame that every message has."""
-    if not isinstance(message, dict):
-        raise Refused(Code.INVALID_VALUE, "Every one of `messages` must be an object.", "messages")
     gathered.fixed_tokens += MESSAGE_TOKENS
     for name, value in message.items():
-        if value is None or (name == "role" and isinstance(value, str) and value in _USUAL_ROLES):
+        is_string = memoryview(value)[0] == _QUOTE
+        if (is_string and name == "role" and literal_text(value) in _USUAL_ROLES) or _is_null(value):
             continue
         if name == "name":
             gathered.fixed_tokens += NAME_TOKENS
-        if name == "content":
+        if is_string:
+            gathered.add_literal(value)
+        elif name == "content":
             _read_content(value, gathered)
         else:
-            gathered.add_text(value)
+            gathered.add_text(decode(value, "messages"))
 
 
-def _read_content(content: Any, gathered: _Gathered) -> None:
-    if isinstance(content, str):
-        gathered.add_text(content)
-    elif isinstance(content, list):
-        for part in content:
-            _read_part(part, gathered)
-    else:
+def _is_null(value: msgspec.Raw) -> bool:
+    return len(value) == len(b"null") and bytes(value) == b"null"
+
+
+def _read_content(value: msgspec.Raw, gathered: _Gathered) -> None:
+    """A content that is no string."""
+    content = decode(value, "messages")
+    if not isinstance(content, list):
         raise Refused(Code.INVALID_VALUE, "`content` must be a string or a list of parts.", "messages")
+    for part in content:
+        _read_part(part, gathered)
 
 
 def _read_part(part: Any, gathered: _Gathered) -> None:
@@ -217,9 +264,28 @@ def _read_prompt_list(prompt: list[Any]) -> tuple[Prompt, ...] | None:
     return None
 
 
-def _prompt_text(texts: Sequence[str], fixed_tokens: int) -> PromptText:
-    utf8_bytes = sum(len(text) if text.isascii() else len(text.encode()) for text in texts)
-    return PromptText(tuple(texts), fixed_tokens, utf8_bytes)
+def _prompt_text(texts: Sequence[Text], fixed_tokens: int) -> PromptText:
+    return PromptText(tuple(texts), fixed_tokens, sum(map(text_bytes, texts)))
+
+
+def _chat_text(texts: Sequence[Text], fixed_tokens: int, messages: Member) -> PromptText:
+    """As `_prompt_text`, of texts that may stand undecoded in `messages`."""
+    prompt = _prompt_text(texts, fixed_tokens)
+    literals = sum(len(text) for text in texts if not isinstance(text, str))
+    if not literals or messages.body.find(b"\\", messages.start, messages.end) < 0:
+        return prompt
+    escape_bytes = literals * _ESCAPE_BYTES_MAX // (1 + _ESCAPE_BYTES_MAX)
+    if literals >= ESCAPES_COUNTED_BYTES_MIN:
+        backslashes = messages.body.count(b"\\", messages.start, messages.end)
+        escape_bytes = min(escape_bytes, _ESCAPE_BYTES_MAX * backslashes)
+    return msgspec.structs.replace(prompt, escape_bytes=escape_bytes)
+
+
+def text_bytes(text: Text) -> int:
+    """Bytes of the text in UTF-8; of one that is not decoded, as many or more."""
+    if not isinstance(text, str):
+        return len(text) - len(b'""')
+    return len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))
 
 
 def _compact(value: Any) -> str:

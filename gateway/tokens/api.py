@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from gateway.core.prompt import Text
+
 
 class Counted(NamedTuple):
     tokens: int
@@ -11,6 +13,6 @@ class Counted(NamedTuple):
 
 
 class Counter(Protocol):
-    async def count(self, texts: Sequence[str]) -> Counted:
+    async def count(self, texts: Sequence[Text]) -> Counted:
         """Tokens of all texts together.  Long texts are counted off the event loop; special tokens count as text."""
         ...

@@ -1,22 +1,24 @@
 """Counts of texts that were counted before."""
 
-from hashlib import sha256
+import secrets
 
-ENTRY_BYTES = 160
-"""What CPython needs for one entry: a digest 80, a count 32, its share of the table 40."""
-MEMO_BYTES_MAX = 10 << 20
-"""65,536 texts: the histories of some six hundred conversations of a hundred messages."""
+from gateway.core.prompt import Text
+
+ENTRY_BYTES = 96
+"""What CPython needs for one entry: a key 36, a count 28, its share of a table that is just full 30."""
+MEMO_BYTES_MAX = 8 << 20
+"""87,000 texts: the histories of some nine hundred conversations of a hundred messages."""
 GENERATION_ENTRIES_MAX = MEMO_BYTES_MAX // ENTRY_BYTES // 2
 """A table of this length is grown or dropped in half a millisecond, which an event loop can spare."""
 
-HASHED_AT_ONCE_BYTES = 2047
-"""From 2,048 bytes on hashlib lets go of the interpreter lock.  To get it back beside threads that count took the event
-loop longer than the hash: its longest gap among twelve new prompts of 64k tokens was 32 ms that way, 21 ms this way.
+_LITERAL, _DECODED = secrets.token_bytes(32), secrets.token_bytes(32)
+"""As long as SipHash's state, so that they hide it also where PYTHONHASHSEED, the hash's own key, is set.  They differ
+because a text may look like the JSON of another.
 """
 
 
 class Memo:
-    """Token counts by the SHA-256 of their text, of which nothing else is kept.
+    """Token counts by the `text_key` of their text, of which nothing else is kept.
 
     It forgets what was not asked for while GENERATION_ENTRIES_MAX others were added or asked for again.  Threads
     share it without a lock: an entry never changes, every step on a table is one of the interpreter's, and the worst
@@ -24,13 +26,13 @@ class Memo:
     """
 
     def __init__(self) -> None:
-        self._young: dict[bytes, int] = {}
-        self._old: dict[bytes, int] = {}
+        self._young: dict[int, int] = {}
+        self._old: dict[int, int] = {}
 
     def __len__(self) -> int:
         return len(self._young) + len(self._old)
 
-    def get(self, key: bytes) -> int | None:
+    def get(self, key: int) -> int | None:
         """The tokens of the text whose `text_key` this is; None where they are not known."""
         tokens = self._young.get(key)
         if tokens is None:
@@ -39,18 +41,21 @@ class Memo:
                 self.put(key, tokens)
         return tokens
 
-    def put(self, key: bytes, tokens: int) -> None:
+    def put(self, key: int, tokens: int) -> None:
         if len(self._young) >= GENERATION_ENTRIES_MAX:
             self._old, self._young = self._young, {}
         self._young[key] = tokens
 
 
-def text_key(text: str) -> bytes:
-    """The text's SHA-256.  A cheaper hash would do for honest texts; with one that two texts can be made to share, a
-    long prompt would be admitted at the count of a short one.
+def text_key(text: Text) -> int:
+    """64 bits that nobody outside of this process can know or make two texts share: a long prompt would be admitted at
+    the count of a short one.
+
+    CPython's hash of bytes is SipHash-1-3 (PEP 456), a keyed function made for tables that strangers fill.  At these
+    lengths it needs a third of SHA-256's time, and it keeps the interpreter lock: to get that back beside threads that
+    count would take the event loop longer than the hash.  Of texts it would be no such key: texts of characters of one
+    byte and of two can have the same bytes in memory.
     """
-    data = text.encode(errors="surrogatepass")
-    digest = sha256(data[:HASHED_AT_ONCE_BYTES])
-    for start in range(HASHED_AT_ONCE_BYTES, len(data), HASHED_AT_ONCE_BYTES):
-        digest.update(data[start : start + HASHED_AT_ONCE_BYTES])
-    return digest.digest()
+    if isinstance(text, str):
+        return hash(_DECODED + text.encode(errors="surrogatepass"))
+    return hash(_LITERAL + text)

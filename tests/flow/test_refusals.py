@@ -11,6 +11,7 @@ import pytest
 
 from gateway.core.events import CallEnded
 from gateway.core.outcomes import Code, Outcome, Refusal
+from gateway.core.prompt import Text
 from gateway.core.request import GenerationRequest, parse
 from gateway.http.auth import Key
 from gateway.ledger.api import Reservation
@@ -176,7 +177,7 @@ async def test_a_queue_timeout_is_a_status(store_url: str, stream: bool) -> None
 class Overrun:
     """A counter with too much to count: bytes stand for tokens."""
 
-    async def count(self, texts: Sequence[str]) -> Counted:
+    async def count(self, texts: Sequence[Text]) -> Counted:
         return Counted(sum(map(len, texts)), exact=False)
 
 

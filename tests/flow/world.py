@@ -11,6 +11,7 @@ import redis
 from gateway.call import Fleet
 from gateway.core.events import CallEnded, Event
 from gateway.core.outcomes import Outcome
+from gateway.core.prompt import Text, literal_text
 from gateway.flow import Flow
 from gateway.http.auth import Key, Keyring, anonymous
 from gateway.http.proxy import Calls, ClassTerms, EdgeSettings, Proxy
@@ -39,10 +40,11 @@ class WordCounter:
     def __init__(self) -> None:
         self.counts = 0
 
-    async def count(self, texts: Sequence[str]) -> Counted:
+    async def count(self, texts: Sequence[Text]) -> Counted:
         self.counts += 1
         await asyncio.sleep(0)
-        return Counted(sum(len(text.split()) for text in texts), exact=True)
+        decoded = (text if isinstance(text, str) else literal_text(text) for text in texts)
+        return Counted(sum(len(text.split()) for text in decoded), exact=True)
 
 
 class Replicas:

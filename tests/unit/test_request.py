@@ -10,6 +10,9 @@ from hypothesis import strategies as st
 from gateway.core import body as bodies
 from gateway.core.outcomes import Code, Refusal
 from gateway.core.prompt import (
+    ESCAPES_COUNTED_BYTES_MIN,
+    LITERAL_BYTES_MAX,
+    LITERAL_BYTES_MIN,
     MEDIA_TOKENS,
     MESSAGE_TOKENS,
     NAME_TOKENS,
@@ -18,6 +21,7 @@ from gateway.core.prompt import (
     TOOL_TOKENS,
     PromptText,
     PromptTokens,
+    literal_text,
 )
 from gateway.core.request import Endpoint, GenerationRequest, forward, parse
 
@@ -414,6 +418,52 @@ def test_tools_calls_and_schemas_count_as_compact_json() -> None:
 def test_everything_else_that_a_template_may_show_counts() -> None:
     messages = [{"role": "assistant", "content": "a", "reasoning_content": "b"}]
     assert text_of(chat(messages=messages, documents=[{"text": "c"}])).texts == ("a", "b", '[{"text":"c"}]')
+
+
+def decoded(prompt: PromptText) -> tuple[str, ...]:
+    return tuple(text if isinstance(text, str) else literal_text(text) for text in prompt.texts)
+
+
+def test_strings_that_are_neither_short_nor_long_stay_as_they_stand() -> None:
+    lengths = [LITERAL_BYTES_MIN - 1, LITERAL_BYTES_MIN, LITERAL_BYTES_MAX, LITERAL_BYTES_MAX + 1]
+    texts = ["x" * (length - len('""')) for length in lengths]
+    prompt = text_of(chat(messages=[{"role": "user", "content": text} for text in texts]))
+    assert [isinstance(text, str) for text in prompt.texts] == [True, False, False, True]
+    assert decoded(prompt) == tuple(texts)
+    assert (prompt.utf8_bytes, prompt.escape_bytes) == (sum(map(len, texts)), 0)
+
+
+@given(
+    st.lists(
+        st.text(st.sampled_from('"\\/ \n\t\x00aé日😀\u2028'), min_size=1).map(lambda text: text * 600),
+        min_size=1,
+        max_size=3,
+    ),
+    st.booleans(),
+)
+def test_strings_that_stay_are_what_the_engine_reads(texts: list[str], ascii_only: bool) -> None:
+    messages = [{"role": "user", "content": text, "reasoning": text} for text in texts]
+    prompt = text_of(json.dumps({"messages": messages}, ensure_ascii=ascii_only).encode())
+    assert decoded(prompt) == tuple(text for text in texts for _ in range(2))
+    real = sum(len(text.encode()) for text in decoded(prompt))
+    assert prompt.utf8_bytes - prompt.escape_bytes <= real <= prompt.utf8_bytes
+
+
+def test_the_escapes_of_a_very_long_prompt_are_counted() -> None:
+    text = "line after line\n" * 800
+    messages = [{"role": "user", "content": text}] * (ESCAPES_COUNTED_BYTES_MIN // len(text) + 1)
+    prompt = text_of(chat(messages=messages))
+    real = len(text) * len(messages)
+    assert real * 0.7 < prompt.utf8_bytes - prompt.escape_bytes <= real
+
+
+@pytest.mark.parametrize(
+    "content",
+    ['"' + "x" * 600 + escape + '"' for escape in ("\\ud800", "\\q", "\\u12", "\x01", "\\udc00\\ud800")],
+)
+def test_no_string_stays_that_cannot_be_decoded(content: str) -> None:
+    body = f'{{"messages":[{{"role":"user","content":{content}}}]}}'.encode()
+    assert refused(body).code is Code.INVALID_JSON
 
 
 @pytest.mark.parametrize(

@@ -3,18 +3,24 @@
 import asyncio
 import functools
 import itertools
+import json
+import os
 import random
 import socket
+import subprocess
+import sys
 import threading
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gateway.core.prompt import Text, literal_text, text_bytes
 from gateway.tokens import memo, tiktoken_counter
 from gateway.tokens.memo import ENTRY_BYTES, GENERATION_ENTRIES_MAX, MEMO_BYTES_MAX, Memo, text_key
 from gateway.tokens.tiktoken_counter import (
@@ -30,7 +36,6 @@ from gateway.tokens.tiktoken_counter import (
     TiktokenCounter,
     VocabularyError,
     load_encodings,
-    utf8_bytes,
 )
 
 LONG = "the quick brown fox jumps over the lazy dog, " * 1000
@@ -115,7 +120,7 @@ async def test_special_tokens_are_ordinary_text(counter: TiktokenCounter, text: 
 
 @pytest.mark.parametrize("text", ["\ud800", "a\udfff" * 5000, "\x00", "\u2028" * 5000])
 async def test_odd_characters_do_not_raise(counter: TiktokenCounter, text: str) -> None:
-    assert 0 < await tokens_of(counter, [text]) <= utf8_bytes(text)
+    assert 0 < await tokens_of(counter, [text]) <= text_bytes(text)
 
 
 @pytest.mark.parametrize("text", ["a" * 50_000, " " * 50_000, "😀" * 20_000, LONG])
@@ -282,7 +287,7 @@ async def test_much_is_looked_up_off_the_loop(
 ) -> None:
     here, threads = threading.current_thread(), []
 
-    def seen(text: str) -> bytes:
+    def seen(text: str) -> int:
         threads.append(threading.current_thread() is here)
         return text_key(text)
 
@@ -340,6 +345,66 @@ async def test_counts_are_those_of_the_pieces_whatever_was_counted_before(
         assert await shared.count(texts) == (expected, True)
 
 
+def literal(text: str, *, ascii_only: bool = True) -> msgspec.Raw:
+    return msgspec.Raw(json.dumps(text, ensure_ascii=ascii_only).encode())
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.text(st.sampled_from('a the\n"\\é日😀'), min_size=1, max_size=40), st.sampled_from([1, 7, 1500]))
+async def test_a_string_as_it_stands_counts_as_its_text(
+    shared: TiktokenCounter, words: str, times: int
+) -> None:
+    text = words * times
+    expected = await shared.count([text])
+    for _ in range(2):
+        for ascii_only in (True, False):
+            assert await shared.count([literal(text, ascii_only=ascii_only)]) == expected
+
+
+async def test_a_known_string_is_not_decoded(
+    counter: TiktokenCounter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[msgspec.Raw] = []
+    monkeypatch.setattr(tiktoken_counter, "literal_text", lambda raw: seen.append(raw) or literal_text(raw))
+    for text in ("hello", "hello", "hello\n"):
+        await counter.count([literal(text)])
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (literal("A" * 600), "A" * 600),
+        (literal("\n" * 300), json.dumps("\n" * 300)),
+        ("\u4141" * 300, "A" * 600),
+        ("a" * 600, "a" * 599),
+        ("a" * 600, "a" * 599 + "b"),
+        ("", "\0"),
+    ],
+)
+def test_no_two_texts_share_a_key(one: Text, other: Text) -> None:
+    assert text_key(one) != text_key(other)
+
+
+def test_nobody_outside_of_the_process_knows_a_key() -> None:
+    """Not even where the interpreter's own hashes are the same each time."""
+    program = "from gateway.tokens.memo import text_key; print(text_key('a' * 600))"
+    environment = {**os.environ, "PYTHONHASHSEED": "7"}
+    keys = {
+        subprocess.run(
+            [sys.executable, "-c", program], env=environment, check=True, capture_output=True, timeout=60
+        ).stdout
+        for _ in range(2)
+    }
+    assert len(keys) == 2
+
+
+def test_the_interpreter_hashes_with_a_key() -> None:
+    """PEP 456 lets a build have another function, by which strangers could make texts collide."""
+    assert sys.hash_info.algorithm.startswith("siphash")
+    assert (sys.hash_info.width, sys.hash_info.cutoff) == (64, 0)
+
+
 async def test_what_bytes_stood_for_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     counter = TiktokenCounter(clock=lambda: now)
@@ -374,19 +439,19 @@ def test_a_memo_forgets_what_was_not_asked_for(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(memo, "GENERATION_ENTRIES_MAX", 4)
     known = Memo()
     for number in range(40):
-        known.put(b"%d" % number, number)
-        assert known.get(b"0") == 0
+        known.put(number, number)
+        assert known.get(0) == 0
         assert len(known) <= 8
-    assert [known.get(b"%d" % number) for number in (1, 30, 38, 39)] == [None, None, 38, 39]
+    assert [known.get(number) for number in (1, 30, 38, 39)] == [None, None, 38, 39]
 
 
 def test_a_full_memo_needs_no_more_than_its_bytes() -> None:
-    digests = random.Random(1)
+    keys = random.Random(1)
     tracemalloc.start()
     try:
         known = Memo()
         for tokens in itertools.count(1000):
-            known.put(digests.randbytes(32), tokens)
+            known.put(keys.getrandbits(63), tokens)
             if len(known) == 2 * GENERATION_ENTRIES_MAX:
                 break
         needed, _ = tracemalloc.get_traced_memory()
