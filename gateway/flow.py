@@ -8,7 +8,6 @@ why, and `core/lifecycle.py` what that means.
 """
 
 import asyncio
-import contextlib
 import math
 import time
 from functools import partial
@@ -74,8 +73,10 @@ class Flow:
                 return refusal
         call.advance(Event.COUNTED)
         for _ in range(UNKNOWN_TRIES):
-            with contextlib.suppress(_UnknownReplica):
+            try:
                 return await self._admit(call, demand, client)
+            except _UnknownReplica:
+                continue
         words = "the replica is not in this gateway's configuration, which may be about to be read anew"
         return Refusal(Code.NO_BACKEND, words, retry_ms=1000)
 

@@ -29,8 +29,8 @@ Edit = tuple[int, int, bytes]
 """Replace `body[start:end]` by these bytes."""
 
 _SPACE = rb"[ \t\n\r]*"
-_KEY = re.compile(_SPACE + rb'("(?:[^"\\]++|\\.)*+")' + _SPACE + b":" + _SPACE, re.DOTALL)
-_NEXT = re.compile(_SPACE + rb"([,}])")
+_KEY = re.compile(_SPACE + b"[{,]" + _SPACE + rb'("(?:[^"\\]++|\\.)*+")' + _SPACE + b":" + _SPACE, re.DOTALL)
+_END = re.compile(_SPACE + b"[{]?" + _SPACE + b"}" + _SPACE)
 _ERROR_AT = re.compile(r"\(byte (\d+)\)")
 _NOT_A_NUMBER = re.compile(rb'(?<!\\)"(\w{1,64})"\s*:\s*(-?(?:NaN|Infinity))')
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -83,17 +83,21 @@ def read_members(body: bytes) -> Members:
         message = f"The body has {len(values)} fields; at most {MEMBERS_MAX} are accepted."
         raise Refused(Code.INVALID_VALUE, message)
     found: Members = {}
-    at = body.index(b"{") + 1
+    at, name = 0, ""
     while key := _KEY.match(body, at):
         name = _key_text(key[1])
         value, start = values[name], key.end()
-        member = Member(body, start, start + len(value))
-        following = _NEXT.match(body, member.end)
-        if name in found or following is None or not body.startswith(value, start):
-            raise Refused(Code.DUPLICATE_FIELD, f"`{shorten(name)}` is given more than once.", shorten(name))
-        found[name] = member
-        at = following.end()
+        at = start + len(value)
+        if name in found or not body.startswith(value, start):
+            raise _given_twice(name)
+        found[name] = Member(body, start, at)
+    if not _END.fullmatch(body, at):  # the last one's value goes on
+        raise _given_twice(name)
     return found
+
+
+def _given_twice(name: str) -> Refused:
+    return Refused(Code.DUPLICATE_FIELD, f"`{shorten(name)}` is given more than once.", shorten(name))
 
 
 def read_value(members: Members, name: str) -> Any:

@@ -31,6 +31,7 @@ _NOT_FOR_CLIENTS = _HOP_BY_HOP | {
 }
 """Hop by hop, the engine's own, or no longer true of the decoded and inspected body."""
 
+_NOTHING: frozenset[bytes] = frozenset()
 _FOR_ENGINES = frozenset(
     {
         b"content-type",
@@ -50,7 +51,8 @@ _FOR_ENGINES = frozenset(
 def answer_headers(raw: Iterable[Header]) -> list[Header]:
     """The headers of an engine's answer that a client gets; the body they go with is decoded."""
     headers = [(name.lower(), value) for name, value in raw]
-    hidden = _NOT_FOR_CLIENTS | _named_in_connection(headers)
+    named = _named_in_connection(headers)
+    hidden = _NOT_FOR_CLIENTS | named if named else _NOT_FOR_CLIENTS
     return [
         (name, value) for name, value in headers if name not in hidden and not name.startswith(b"x-kvgate-")
     ]
@@ -62,7 +64,8 @@ def request_headers(client_headers: Iterable[Header], request_id: str, api_key: 
     A value that is not printable ASCII stays behind: HTTP gives it no meaning that both sides agree on.
     """
     headers = [(name.lower(), value) for name, value in client_headers]
-    allowed = _FOR_ENGINES - _named_in_connection(headers)
+    hidden = _named_in_connection(headers)
+    allowed = _FOR_ENGINES - hidden if hidden else _FOR_ENGINES
     passed = [(name, value) for name, value in headers if name in allowed and _PLAIN(value)]
     passed.append((b"accept-encoding", b"identity"))
     passed.append((b"x-request-id", request_id.encode("ascii")))
@@ -73,4 +76,6 @@ def request_headers(client_headers: Iterable[Header], request_id: str, api_key: 
 
 def _named_in_connection(headers: Iterable[Header]) -> frozenset[bytes]:
     values = [value for name, value in headers if name == b"connection"]
+    if not values:
+        return _NOTHING
     return frozenset(token.strip().lower() for value in values for token in value.split(b","))

@@ -36,7 +36,7 @@ ESCAPES_COUNTED_BYTES_MIN = 512 * 1024
 _ESCAPE_BYTES_MAX = 5
 """An escape has at most so many bytes more than its character, for each backslash: `\\u0041`."""
 
-_USUAL_ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+_USUAL_ROLES = frozenset({b'"system"', b'"developer"', b'"user"', b'"assistant"', b'"tool"', b'"function"'})
 """One token each, which MESSAGE_TOKENS covers."""
 _TEXT_KEYS = {
     "text": "text",
@@ -87,7 +87,8 @@ def read_chat(members: Members) -> tuple[Prompt, ...]:
     for message in messages:
         _read_message(message, gathered)
     _read_tools(members, gathered)
-    return (_chat_text(gathered.texts, gathered.fixed_tokens, members["messages"]),)
+    escape_bytes = _escape_bytes(members["messages"], gathered.literal_bytes)
+    return (_prompt_text(gathered.texts, gathered.fixed_tokens, escape_bytes),)
 
 
 def literal_text(literal: msgspec.Raw) -> str:
@@ -123,6 +124,8 @@ class _Gathered:
     texts: list[Text] = field(default_factory=list)
     fixed_tokens: int = 0
     pieces: int = 0
+    literal_bytes: int = 0
+    """Of the texts that are not decoded."""
 
     def add_text(self, value: Any) -> None:
         self._add_piece()
@@ -130,9 +133,12 @@ class _Gathered:
 
     def add_literal(self, literal: msgspec.Raw) -> None:
         """A string as it stands in the body."""
-        kept = LITERAL_BYTES_MIN <= len(literal) <= LITERAL_BYTES_MAX
         self._add_piece()
-        self.texts.append(literal if kept else literal_text(literal))
+        if LITERAL_BYTES_MIN <= len(literal) <= LITERAL_BYTES_MAX:
+            self.literal_bytes += len(literal)
+            self.texts.append(literal)
+        else:
+            self.texts.append(literal_text(literal))
 
     def add_media(self) -> None:
         self._add_piece()
@@ -169,12 +175,11 @@ def _read_message(message: dict[str, msgspec.Raw], gathered: _Gathered) -> None:
     """Any field may be shown by a chat template; a usual role is in the frame that every message has."""
     gathered.fixed_tokens += MESSAGE_TOKENS
     for name, value in message.items():
-        is_string = memoryview(value)[0] == _QUOTE
-        if (is_string and name == "role" and literal_text(value) in _USUAL_ROLES) or _is_null(value):
+        if (name == "role" and bytes(value) in _USUAL_ROLES) or _is_null(value):
             continue
         if name == "name":
             gathered.fixed_tokens += NAME_TOKENS
-        if is_string:
+        if memoryview(value)[0] == _QUOTE:
             gathered.add_literal(value)
         elif name == "content":
             _read_content(value, gathered)
@@ -264,21 +269,18 @@ def _read_prompt_list(prompt: list[Any]) -> tuple[Prompt, ...] | None:
     return None
 
 
-def _prompt_text(texts: Sequence[Text], fixed_tokens: int) -> PromptText:
-    return PromptText(tuple(texts), fixed_tokens, sum(map(text_bytes, texts)))
+def _prompt_text(texts: Sequence[Text], fixed_tokens: int, escape_bytes: int = 0) -> PromptText:
+    return PromptText(tuple(texts), fixed_tokens, sum(map(text_bytes, texts)), escape_bytes)
 
 
-def _chat_text(texts: Sequence[Text], fixed_tokens: int, messages: Member) -> PromptText:
-    """As `_prompt_text`, of texts that may stand undecoded in `messages`."""
-    prompt = _prompt_text(texts, fixed_tokens)
-    literals = sum(len(text) for text in texts if not isinstance(text, str))
-    if not literals or messages.body.find(b"\\", messages.start, messages.end) < 0:
-        return prompt
-    escape_bytes = literals * _ESCAPE_BYTES_MAX // (1 + _ESCAPE_BYTES_MAX)
-    if literals >= ESCAPES_COUNTED_BYTES_MIN:
-        backslashes = messages.body.count(b"\\", messages.start, messages.end)
-        escape_bytes = min(escape_bytes, _ESCAPE_BYTES_MAX * backslashes)
-    return msgspec.structs.replace(prompt, escape_bytes=escape_bytes)
+def _escape_bytes(messages: Member, literal_bytes: int) -> int:
+    """The most by which so many bytes of strings in `messages` can be longer than their texts."""
+    if not literal_bytes or messages.body.find(b"\\", messages.start, messages.end) < 0:
+        return 0
+    most = literal_bytes * _ESCAPE_BYTES_MAX // (1 + _ESCAPE_BYTES_MAX)
+    if literal_bytes < ESCAPES_COUNTED_BYTES_MIN:
+        return most
+    return min(most, _ESCAPE_BYTES_MAX * messages.body.count(b"\\", messages.start, messages.end))
 
 
 def text_bytes(text: Text) -> int:

@@ -116,7 +116,7 @@ def _parse(endpoint: Endpoint, body: bytes, n_max: int) -> GenerationRequest:
         include_usage_asked=usage[0],
         output_limit=output_limit,
         limit_field=limit_field,
-        limit_spans=tuple((members[f].start, members[f].end) for f in LIMIT_FIELDS[endpoint] if f in members),
+        limit_spans=tuple([(m.start, m.end) for f in LIMIT_FIELDS[endpoint] if (m := members.get(f))]),
         usage_edit=usage[1],
         min_tokens=min_tokens,
         truncate_prompt_tokens=read_integer(members, "truncate_prompt_tokens", -1, INTEGER_MAX),

@@ -6,6 +6,7 @@ that a leaving client needs.
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import random
 import secrets
@@ -54,6 +55,7 @@ LINGER_BYTES_MAX = 16 * 1024 * 1024
 """What a client may still send of a body that is refused, before its connection is closed."""
 STALL_CHECK_SECONDS = 1.0
 NO_REQUESTS = Refusal(Code.QUOTA_EXCEEDED, "the key would hold 1, its limits.requests_max is 0")
+_ENDPOINTS = {endpoint.value: endpoint for endpoint in Endpoint}
 DRAINING = Refusal(Code.DRAINING, "this gateway is shutting down", retry_ms=1000)
 
 
@@ -185,6 +187,8 @@ class Proxy:
         self._calls = calls
         self._observer = observer
         self._jitter = jitter
+        self._ids = itertools.count()
+        self._id_prefix = secrets.token_hex(8)
 
     def use(self, settings: EdgeSettings) -> None:
         """From the next call on."""
@@ -193,7 +197,7 @@ class Proxy:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
-        own_id = secrets.token_hex(16)
+        own_id = self._new_id()
         request_id = safe_request_id(headers.get(b"x-request-id"), own_id)
         writer = scope.get("extensions", {}).get(WRITER)
         share = self._bodies.share()
@@ -213,6 +217,10 @@ class Proxy:
             visit.share.give_back()
             if not visit.reported:
                 self._report_early(visit, None, Outcome.CANCELLED, Code.CLIENT_DISCONNECT, 499)
+
+    def _new_id(self) -> str:
+        """One that no process gives again; nothing depends on its being a secret, and randomness is a system call."""
+        return f"{self._id_prefix}{next(self._ids):016x}"
 
     async def _visit(self, visit: _Visit, scope: Scope, headers: Mapping[bytes, bytes]) -> None:
         refusal = self._refuse_unread(visit, scope, headers)
@@ -248,7 +256,7 @@ class Proxy:
         assert visit.key is not None
         if visit.key.requests_max == 0:
             return NO_REQUESTS
-        request = await _parse(Endpoint(scope["path"]), body, self._settings.n_max)
+        request = await _parse(_ENDPOINTS[scope["path"]], body, self._settings.n_max)
         if isinstance(request, Refusal):
             return request
         if self._calls.draining:
@@ -501,9 +509,11 @@ class _Watch:
         """Run until it waits for a future, and go on when that is done."""
         if self._closed:
             return
-        with contextlib.suppress(StopIteration):
+        try:
             waits_for = self._listening.send(None)
-            if waits_for is None:  # for the loop's next turn
-                asyncio.get_running_loop().call_soon(self._step)
-            else:
-                waits_for.add_done_callback(self._step)
+        except StopIteration:
+            return
+        if waits_for is None:  # for the loop's next turn
+            asyncio.get_running_loop().call_soon(self._step)
+        else:
+            waits_for.add_done_callback(self._step)
