@@ -226,6 +226,8 @@ def test_not_json(body: bytes) -> None:
         b'"max\\u005Ftokens":1,"max_tokens":1',
         b'"max_tokens":{"a":",\\"max_tokens\\":1"},"max_tokens":1',
         b'"max_tokens":"a","max_tokens":"a,b"',
+        # Who took the last value's length for the first one's would go on within the last, and come out at the end.
+        b'"max_tokens":0,"m":11,"max_tokens":{"x":5,"m":' + b" " * 15 + b"1}",
     ],
 )
 def test_a_key_that_comes_twice(tail: bytes) -> None:
