@@ -32,7 +32,9 @@ LITERAL_BYTES_MIN, LITERAL_BYTES_MAX = 512, 16 * 1024
 done with it.  Shorter ones cost little, longer ones are remembered in parts, and no cut may go through an escape.
 """
 ESCAPES_COUNTED_BYTES_MIN = 512 * 1024
-"""Counting escapes takes half a microsecond a kilobyte; what is shorter fits every context by its least tokens."""
+"""Counting escapes takes half a microsecond a kilobyte.  Of what is shorter the least tokens matter only to a context
+of less than 4,096: a token has up to 128 bytes.
+"""
 _ESCAPE_BYTES_MAX = 5
 """An escape has at most so many bytes more than its character, for each backslash: `\\u0041`."""
 
