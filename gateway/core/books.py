@@ -233,8 +233,9 @@ class Books:
         ]
 
     def _outbox(self, owner: str) -> list[str]:
-        unclaimed = sorted(c.id for c in self.calls.values() if c.owner == owner and c.state == "unclaimed")
-        return [item for id_ in unclaimed[:OUTBOX] for item in (id_, self.calls[id_].replica)]
+        told = ("unclaimed", "displaced")
+        ids = sorted(c.id for c in self.calls.values() if c.owner == owner and c.state in told)
+        return [item for id_ in ids[:OUTBOX] for item in (id_, self.calls[id_].replica)]
 
     def _op(self, owner: str, op: Sequence[Any]) -> Answer:
         name, *arguments = op
@@ -311,7 +312,10 @@ class Books:
         self.work -= 1
         if call.state == "queued":
             return self._withdraw(call)
-        self._release(call, refund=call.state == "unclaimed")
+        if call.state == "displaced":
+            del self.calls[call.id]
+            return None
+        return self._release(call, refund=call.state == "unclaimed")
 
     def _expire(self) -> bool:
         late = [c for c in self.calls.values() if c.state == "queued" and c.deadline <= self.clock]
@@ -825,7 +829,7 @@ class Books:
         if waiting < queue_max:
             return self._refuse_too_late(call, wait_ms)
         if queue_max:
-            return ["refused", "queue_full", "depth_max", waiting, queue_max, self._appointment(call)]
+            return self._refuse_to_full_queue(call, waiting, queue_max, queue_key_max, wait_ms)
         if self.opens_at:
             return ["refused", "store_unavailable", "", 0, 0, self.opens_at - self.clock]
         if self._capped(call):
@@ -838,6 +842,36 @@ class Books:
             self._free(call),
             self._appointment(call),
         ]
+
+    def _refuse_to_full_queue(
+        self, call: Call, waiting: int, queue_max: int, queue_key_max: int, wait_ms: int
+    ) -> Answer | None:
+        """A key with less waiting takes the place of the newest call of the key with the most."""
+        crowder = self._crowder(call)
+        if wait_ms <= 0 or crowder is None:
+            return ["refused", "queue_full", "depth_max", waiting, queue_max, self._appointment(call)]
+        own = len(self._waiting(*_flow(call)))
+        if own >= queue_key_max:
+            return ["refused", "queue_full", "key_share", own, queue_key_max, self._appointment(call)]
+        refusal = self._refuse_too_late(call, wait_ms)
+        if refusal is None:
+            self._displace(self._waiting(call.lane, call.class_, crowder)[-1])
+        return refusal
+
+    def _crowder(self, call: Call) -> str | None:
+        """The key with the most blocks waiting, if they are more than the call's own key would have."""
+        blocks: dict[str, int] = {}
+        for waiting in self._waiting(call.lane, call.class_):
+            blocks[waiting.key] = blocks.get(waiting.key, 0) + waiting.blocks
+        most, key = max(((b, key) for key, b in blocks.items()), default=(0, ""))
+        return key if blocks.get(call.key, 0) + call.blocks < most else None
+
+    def _displace(self, call: Call) -> None:
+        """Its owner is told, and settles it."""
+        call.state = "displaced"
+        self._leave(call)
+        self._refund_quotas(call)
+        call.charge = ()
 
     def _refuse_too_late(self, call: Call, wait_ms: int) -> Answer | None:
         """It would wait in vain, as far as anybody can tell."""
@@ -876,12 +910,15 @@ class Books:
         if call.state == "queued":
             waiting = self._waiting(call.lane, call.class_)
             return ["ticket", len(waiting), FIRST_APPOINTMENT_MS]
+        if call.state == "displaced":
+            del self.calls[id_]
+            return ["refused", "queue_full", "displaced", 0, 0, self._wait_told(call)]
         call.state = "reserved"
         return ["grant", call.replica]
 
     def _first_token(self, owner: str, id_: str) -> Answer:
         call = self._mine(owner, id_)
-        if call is None or call.state == "queued":
+        if call is None or not _holds(call):
             return ["gone"]
         call.state = "reserved"
         self.replicas[call.replica].prefill -= call.prefilling
@@ -893,7 +930,7 @@ class Books:
     def _resize(self, owner: str, id_: str, blocks: int) -> Answer:
         """Waiters and holds do not stop a running call from growing, the limit does."""
         call = self._mine(owner, id_)
-        if call is None or call.state == "queued":
+        if call is None or not _holds(call):
             return ["gone"]
         replica = self.replicas[call.replica]
         growth = blocks - call.blocks
@@ -913,7 +950,7 @@ class Books:
         """Back into the queue at the old place, not on these replicas, without paying twice; once, also if it is
         carried out again."""
         call = self._mine(owner, id_)
-        if call is None:
+        if call is None or call.state == "displaced":
             return ["gone"]
         if call.state != "queued" and call.replica not in exclude:  # a late copy: it runs elsewhere already
             return ["grant", call.replica]
@@ -944,6 +981,9 @@ class Books:
             return ["gone"]
         if call.state == "queued":
             self._withdraw(call)
+            return ["withdrawn"]
+        if call.state == "displaced":
+            del self.calls[id_]
             return ["withdrawn"]
         if call.state == "unclaimed":
             self._release(call, refund=True)
@@ -976,6 +1016,9 @@ class Books:
         if self._foreign(owner, id_):
             return ["refused", "id", "", 0, 0, 0]
         known = self.calls.get(id_)
+        if known and known.state == "displaced":
+            del self.calls[id_]
+            known = None
         if known and known.state != "queued":
             if known.replica != replica:
                 return ["error", "declared on another replica"]
@@ -1009,6 +1052,11 @@ class Books:
         self.sessions[owner].declared = self.epoch
         self._open_gate()
         return ["closed", self.opens_at - self.clock] if self.opens_at else ["open"]
+
+
+def _holds(call: Call) -> bool:
+    """Whether it has a place on a replica."""
+    return call.state in ("unclaimed", "reserved")
 
 
 def _flow(call: Call) -> tuple[str, str, str]:

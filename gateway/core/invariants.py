@@ -29,7 +29,7 @@ class Rule(StrEnum):
     RECORD = "every record can be read"
     SUMS = "a replica's figures are the sums of its calls"
     HOLDINGS = "a key's figures are the sums of its calls"
-    STATE = "a call is queued on no replica, or held on one that exists"
+    STATE = "a call is queued or displaced on no replica, or held on one that exists"
     ARRIVAL = "no two calls have one arrival number"
     OWNER = "what an owner holds ends with its lease"
     DIGEST = "an owner's digest is that of its claimed calls"
@@ -106,7 +106,7 @@ class Snapshot:
     owners: Mapping[str, int]
     sessions: Mapping[str, SessionRecord]
     indexes: Mapping[str, frozenset[str]]
-    """`queue`, `order`, `parked`, `owned` and `outbox` by member, `deadlines` as `id:milliseconds`."""
+    """`queue`, `order`, `parked`, `owned`, `outbox` and `backlog` by member, `deadlines` as `id:milliseconds`."""
     unreadable: tuple[str, ...] = ()
     """Records that are not what the layout says, as `key field`."""
 
@@ -124,12 +124,17 @@ class Snapshot:
         """The calls on each replica."""
         found: dict[str, list[Call]] = defaultdict(list)
         for call in self.calls.values():
-            if call.state != "queued":
+            if holds(call):
                 found[call.replica].append(call)
         return dict(found)
 
     def is_parked(self, flow: FlowName) -> bool:
         return flow in self.flows and self.flows[flow].parked != 0
+
+
+def holds(call: Call) -> bool:
+    """Whether it has a place on a replica."""
+    return call.state in ("unclaimed", "reserved")
 
 
 def violations(books: Snapshot) -> list[Violation]:
@@ -172,7 +177,7 @@ def _holdings(books: Snapshot) -> Iterator[Violation]:
     blocks: dict[str, int] = defaultdict(int)
     count: dict[str, int] = defaultdict(int)
     for call in books.calls.values():
-        if call.state != "queued":
+        if holds(call):
             blocks[call.key] += call.blocks
             count[call.key] += 1
     for name in books.keys.keys() | count.keys():
@@ -184,11 +189,12 @@ def _holdings(books: Snapshot) -> Iterator[Violation]:
 
 def _states(books: Snapshot) -> Iterator[Violation]:
     for id_, call in books.calls.items():
-        if call.state == "queued":
+        if call.state in ("queued", "displaced"):
             yield from _compared(Rule.STATE, f"call {id_}", replica=("", call.replica))
             yield from _compared(Rule.STATE, f"call {id_}", prefilling=(0, call.prefilling))
-        elif call.state not in ("unclaimed", "reserved"):
-            yield Violation(Rule.STATE, f"call {id_} state", "queued, unclaimed or reserved", call.state)
+        elif not holds(call):
+            states = "queued, displaced, unclaimed or reserved"
+            yield Violation(Rule.STATE, f"call {id_} state", states, call.state)
         elif call.replica not in books.replicas:
             yield Violation(Rule.STATE, f"call {id_} replica", "one that exists", call.replica)
         if call.prefilling not in (0, call.prefill):
@@ -241,7 +247,9 @@ def _indexes(books: Snapshot) -> Iterator[Violation]:
         "queue": {f"{c.lane}:{c.class_}:{c.key}:{c.arrival:012d}:{id_}" for id_, c in queued},
         "deadlines": {f"{id_}:{c.deadline}" for id_, c in queued},
         "owned": {f"{c.owner}:{id_}" for id_, c in calls},
-        "outbox": {f"{c.owner}:{id_}" for id_, c in calls if c.state == "unclaimed"},
+        "outbox": {f"{c.owner}:{id_}" for id_, c in calls if c.state in ("unclaimed", "displaced")},
+        "backlog": {f"{lane}:{class_}:{sum(c.blocks for c in waiting):012d}:{key}"
+                    for (lane, class_, key), waiting in books.waiting.items()},
         "order": {_order_member(books, flow) for flow in books.waiting if not books.is_parked(flow)},
         "parked": {f"{key}:{lane}:{class_}" for lane, class_, key in books.waiting
                    if books.is_parked((lane, class_, key))},
@@ -433,13 +441,13 @@ def _gone_back(before: Snapshot, after: Snapshot) -> Iterator[Violation]:
 
 def _admitted(call: Call) -> bool:
     """Granted by the order, which charges its flow; a call that was declared again has paid nothing."""
-    return call.state != "queued" and call.charged > 0
+    return holds(call) and call.charged > 0
 
 
 def _newcomers(before: Snapshot, after: Iterable[Call]) -> list[Call]:
     """Calls that hold a place which they did not hold before."""
     places = {(id_, c.replica, c.attempt) for id_, c in before.calls.items()}
-    return [c for c in after if c.state != "queued" and (c.id, c.replica, c.attempt) not in places]
+    return [c for c in after if holds(c) and (c.id, c.replica, c.attempt) not in places]
 
 
 def _admitted_behind_the_gate(before: Snapshot, after: Snapshot) -> Iterator[Violation]:

@@ -180,12 +180,19 @@ class Ask:
         self._resolve(refusal)
 
     def offered(self, replica: str) -> None:
-        """The outbox lists this call: it has blocks on a replica from now on."""
+        """The outbox lists this call: it has blocks on a replica from now on, or its ticket went to another key."""
+        if not replica:
+            return self._displaced()
         if self.phase is Phase.QUEUED:
             self._reserved(replica)
         if self.phase is Phase.RESERVED and not self._claiming:
             self._claiming = True
             self._ledger.channel.free(["K", self.id], partial(self._on_claim, self.id))
+
+    def _displaced(self) -> None:
+        if self.phase is Phase.QUEUED:
+            self._resolve(self._ledger.displaced_refusal(self.admission))
+            self._send_settle()
 
     def forget(self) -> None:
         self._disarm()

@@ -31,6 +31,7 @@ KEY_NAMES = (
     "deadlines",
     "prefixes",
     "forecast",
+    "backlog",
 )
 """Every script declares all of them, in this order; `docs/ledger.md` says what each holds."""
 

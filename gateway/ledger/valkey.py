@@ -251,7 +251,7 @@ class ValkeyLedger:
         if code in HOPELESS:
             return Refusal(code, message, should_retry=False)
         retry_ms = self._retry_hint_ms = max(retry_ms, 1)
-        if code is Code.QUEUE_FULL and knob != "key_share":
+        if code is Code.QUEUE_FULL and knob == "depth_max":
             now = self.now()
             cached = Refusal(code, message, retry_ms=retry_ms, cached=True)
             self._known[admission.lane, admission.class_] = _Known(cached, now, now)
@@ -281,6 +281,10 @@ class ValkeyLedger:
 
     def draining_refusal(self) -> Refusal:
         return Refusal(Code.DRAINING, "this gateway is shutting down", retry_ms=FIRST_APPOINTMENT_MS)
+
+    def displaced_refusal(self, admission: Admission) -> Refusal:
+        message = _words(Code.QUEUE_FULL, "displaced", 0, 0, admission)
+        return Refusal(Code.QUEUE_FULL, message, retry_ms=self._retry_hint_ms)
 
     def waited_out_refusal(self, waited_ms: int, admission: Admission) -> Refusal:
         limit_ms = admission.wait_ms
@@ -361,6 +365,11 @@ def _words(code: Code, knob: str, measured: int, limit: int, admission: Admissio
             return (
                 f"{measured} requests of this key wait in class {admission.class_}, its part of the queue "
                 f"(queue.key_share of queue.depth_max) is {limit}"
+            )
+        case Code.QUEUE_FULL if knob == "displaced":
+            return (
+                f"the queue of class {admission.class_} is full (queue.depth_max), and this key waits for the most "
+                "blocks: a request of another key has taken the place"
             )
         case Code.PREDICTED_WAIT:
             return f"the wait is expected to take {measured} ms, the request may wait {limit} ms"

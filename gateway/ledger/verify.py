@@ -42,8 +42,8 @@ PAUSE_SECONDS = 0.02
 PAGE_SECONDS = 2.0
 """A store that has not answered a page by then is away."""
 _HASHES = ("replicas", "calls", "keys", "flows")
-_ZSETS = ("queue", "order", "parked", "owners", "owned", "outbox", "deadlines")
-_INDEXES = ("queue", "order", "parked", "owned", "outbox")
+_ZSETS = ("queue", "order", "parked", "owners", "owned", "outbox", "deadlines", "backlog")
+_INDEXES = ("queue", "order", "parked", "owned", "outbox", "backlog")
 
 Content = Mapping[str, Mapping[bytes, Any]]
 """By name of the key: a hash's fields with their values, a sorted set's members with their scores."""

@@ -9,7 +9,7 @@ end
 
 function first_token.run(owner, id)
   local call = owners.mine(owner, id)
-  if not call or call.state == 'queued' then return {'gone'} end
+  if not owners.holds(call) then return {'gone'} end
   reserve.claim(id, call)
   if call.prefilling > 0 then
     local replica = books.replicas[call.replica]

@@ -28,7 +28,7 @@ end
 
 function move.run(owner, id, exclude)
   local call = owners.mine(owner, id)
-  if not call then return {'gone'} end
+  if not call or call.state == 'displaced' then return {'gone'} end
   -- A late copy of the batch: the call runs elsewhere already.
   if call.state ~= 'queued' and not placement.contains(exclude, call.replica) then return {'grant', call.replica} end
   add_excluded(call, exclude)

@@ -31,6 +31,10 @@ function redeclare.run(owner, id, name, key, class, lane, blocks, sequences, pre
                        requests_max, force)
   if owners.foreign(owner, id) then return {'refused', 'id', '', 0, 0, 0} end
   local known = rows.fetch(records.calls, id)
+  if known and known.state == 'displaced' then
+    queue.forget_displaced(id, known)
+    known = nil
+  end
   if known and known.state ~= 'queued' then
     if known.replica ~= name then return {'error', 'declared on another replica'} end
     reserve.claim(id, known)

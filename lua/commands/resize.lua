@@ -10,7 +10,7 @@ end
 
 function resize.run(owner, id, blocks)
   local call = owners.mine(owner, id)
-  if not call or call.state == 'queued' then return {'gone'} end
+  if not owners.holds(call) then return {'gone'} end
   local replica, key = books.replicas[call.replica], rows.fetch(records.keys, call.key)
   local growth = blocks - call.blocks
   if growth > 0 and replica.used + growth > replica.limit then return {'no_room'} end

@@ -20,6 +20,10 @@ function settle.run(owner, id, _, cost, corrections)
     queue.withdraw(id, call)
     return {'withdrawn'}
   end
+  if call.state == 'displaced' then
+    queue.forget_displaced(id, call)
+    return {'withdrawn'}
+  end
   if call.state == 'unclaimed' then
     reserve.release(id, call, true)
     return {'released'}

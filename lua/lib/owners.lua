@@ -69,6 +69,11 @@ function owners.mine(owner, id)
   return nil
 end
 
+-- Whether the call has a place on a replica.
+function owners.holds(call)
+  return call and (call.state == 'unclaimed' or call.state == 'reserved')
+end
+
 -- Whether a living owner other than this one has the id; what a fenced one left is given back.
 function owners.foreign(owner, id)
   local call = rows.fetch(records.calls, id)

@@ -14,6 +14,19 @@ local function parked_member(call)
   return call.key .. ':' .. call.lane .. ':' .. call.class
 end
 
+local function backlog_member(call, blocks)
+  return string.format('%s:%s:%012d:%s', call.lane, call.class, blocks, call.key)
+end
+
+-- One call more or less waits in the flow.
+local function count_waiting(call, flow, line, direction)
+  local before = flow.blocks
+  flow.waiting, flow.blocks = flow.waiting + direction, before + direction * call.blocks
+  line.waiting, line.blocks = line.waiting + direction, line.blocks + direction * call.blocks
+  if before > 0 then redis.call('ZREM', zsets.BACKLOG, backlog_member(call, before)) end
+  if flow.blocks > 0 then redis.call('ZADD', zsets.BACKLOG, 0, backlog_member(call, flow.blocks)) end
+end
+
 local function add_to_order(call, flow)
   local member, horizon = order_member(call, flow), books.horizon[call.lane .. ':' .. call.class]
   redis.call('ZADD', zsets.ORDER, 0, member)
@@ -43,8 +56,7 @@ function queue.join(id, call)
     add_to_order(call, flow)
     books.meta.dirty = 1
   end
-  flow.waiting, flow.blocks = flow.waiting + 1, flow.blocks + call.blocks
-  line.waiting, line.blocks = line.waiting + 1, line.blocks + call.blocks
+  count_waiting(call, flow, line, 1)
   rows.store(records.flows, name, flow)
   rows.store(records.lines, call.lane .. ':' .. call.class, line)
   redis.call('ZADD', zsets.QUEUE, 0, queue_member(id, call))
@@ -118,11 +130,10 @@ function queue.leave(id, call)
     lane.blocked = ''
     rows.store(records.lanes, call.lane, lane)
   end
-  line.waiting, line.blocks = line.waiting - 1, line.blocks - call.blocks
+  count_waiting(call, flow, line, -1)
   if line.waiting == 0 then line.credit = 0 end
-  if flow.waiting == 1 then end_flow(call, flow, line) end
+  if flow.waiting == 0 then end_flow(call, flow, line) end
   rows.store(records.lines, call.lane .. ':' .. call.class, line)
-  flow.waiting, flow.blocks = flow.waiting - 1, flow.blocks - call.blocks
   if flow.waiting > 0 then queue.unpark(call, name, flow) end
   flows.keep_flow(name, flow, line)
   books.meta.dirty = 1
@@ -132,4 +143,30 @@ function queue.withdraw(id, call)
   queue.leave(id, call)
   flows.forget_call(id, call)
   quotas.refund(call)
+end
+
+-- The key of the flow with the most blocks waiting, if they are more than the call's own flow would have.
+function queue.crowder(call)
+  local member = zsets.last_with_prefix(zsets.BACKLOG, call.lane .. ':' .. call.class)
+  if not member then return nil end
+  local blocks, key = string.match(member, ':(%d+):([^:]+)$')
+  local own = rows.fetch(records.flows, flows.name_of(call)).blocks
+  return own + call.blocks < tonumber(blocks) and key or nil
+end
+
+-- The newest call of the key makes room for a newcomer; its owner is told, and settles it.
+function queue.displace(lane, class, key)
+  local id = zsets.last_part(zsets.last_with_prefix(zsets.QUEUE, lane .. ':' .. class .. ':' .. key))
+  local call = rows.fetch(records.calls, id)
+  queue.leave(id, call)
+  quotas.refund(call)
+  call.state, call.charge = 'displaced', {}
+  rows.store(records.calls, id, call)
+  books.outbox[call.owner .. ':' .. id] = true
+  books.wakes[call.owner] = true
+end
+
+function queue.forget_displaced(id, call)
+  books.outbox[call.owner .. ':' .. id] = false
+  flows.forget_call(id, call)
 end

@@ -1,5 +1,6 @@
 --- @include "lib/placement"
 --- @include "lib/appointments"
+--- @include "lib/queue"
 -- What a refused call is told: code, knob, measured, limit, retry_ms.
 
 -- The call is larger than all replicas of its lane (context_length_exceeded), or those that would do are down.
@@ -61,11 +62,20 @@ local function to_open_queue(call, queue_key_max, wait_ms)
   return {'refused', 'queue_full', 'key_share', own, queue_key_max, appointments.book(call)}
 end
 
+-- nil = it may wait, in the place of another key's newest call.
+local function to_full_queue(call, waiting, queue_max, queue_key_max, wait_ms)
+  local key = wait_ms > 0 and queue.crowder(call)
+  if not key then return {'refused', 'queue_full', 'depth_max', waiting, queue_max, appointments.book(call)} end
+  local refusal = to_open_queue(call, queue_key_max, wait_ms)
+  if not refusal then queue.displace(call.lane, call.class, key) end
+  return refusal
+end
+
 -- nil = it may wait.
 function refusals.to_queue(call, queue_max, queue_key_max, wait_ms)
   local waiting, meta = flows.line(call.lane, call.class).waiting, books.meta
   if waiting < queue_max then return to_open_queue(call, queue_key_max, wait_ms) end
-  if queue_max > 0 then return {'refused', 'queue_full', 'depth_max', waiting, queue_max, appointments.book(call)} end
+  if queue_max > 0 then return to_full_queue(call, waiting, queue_max, queue_key_max, wait_ms) end
   if meta.opens_at > 0 then return {'refused', 'store_unavailable', '', 0, 0, meta.opens_at - meta.clock} end
   if placement.capped(call) then return capped(call) end
   return {'refused', 'capacity_exceeded', 'limit', call.blocks, most_free(call), appointments.book(call)}

@@ -122,5 +122,6 @@ end
 function reserve.give_back(id, call)
   books.work = books.work - 1
   if call.state == 'queued' then return queue.withdraw(id, call) end
+  if call.state == 'displaced' then return queue.forget_displaced(id, call) end
   reserve.release(id, call, call.state == 'unclaimed')
 end

@@ -2,12 +2,17 @@
 
 function zsets.open(keys)
   zsets.QUEUE, zsets.ORDER, zsets.PARKED, zsets.OWNERS = keys[4], keys[5], keys[8], keys[9]
-  zsets.OWNED, zsets.OUTBOX, zsets.DEADLINES = keys[11], keys[12], keys[13]
+  zsets.OWNED, zsets.OUTBOX, zsets.DEADLINES, zsets.BACKLOG = keys[11], keys[12], keys[13], keys[16]
 end
 
 -- The first members, of equal scores, that begin with prefix and a colon; limit -1 = all.
 function zsets.with_prefix(zset, prefix, limit)
   return redis.call('ZRANGEBYLEX', zset, '[' .. prefix .. ':', '(' .. prefix .. ';', 'LIMIT', 0, limit)
+end
+
+-- The last such member, or nil.
+function zsets.last_with_prefix(zset, prefix)
+  return redis.call('ZREVRANGEBYLEX', zset, '(' .. prefix .. ';', '[' .. prefix .. ':', 'LIMIT', 0, 1)[1]
 end
 
 function zsets.last_part(member)

@@ -8,15 +8,17 @@ from gateway.core.invariants import Snapshot, violations
 from gateway.ledger.scripts import KEY_NAMES, fleet_keys
 from gateway.ledger.verify import Content, snapshot_of
 
-ZSETS = frozenset(("queue", "order", "parked", "owners", "owned", "outbox", "deadlines"))
-READ = KEY_NAMES[:13]
+ZSETS = frozenset(("queue", "order", "parked", "owners", "owned", "outbox", "deadlines", "backlog"))
+READ = (*KEY_NAMES[:13], "backlog")
 """The keys that have a content."""
 
 
 def read_content(client: "redis.Redis[bytes]", fleet: str) -> Content:
     """All keys in one transaction."""
     pipeline = client.pipeline(transaction=True)
-    for name, key in zip(READ, fleet_keys(fleet), strict=False):
+    keys = dict(zip(KEY_NAMES, fleet_keys(fleet), strict=True))
+    for name in READ:
+        key = keys[name]
         if name in ZSETS:
             pipeline.zrange(key, 0, -1, withscores=True)
         else:

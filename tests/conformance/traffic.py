@@ -251,7 +251,7 @@ def clearances(world: World, owner: str) -> st.SearchStrategy[list[Op]]:
 
 @st.composite
 def withdrawals(draw: DrawFn, world: World, owner: str) -> list[Op]:
-    return [["S", c.id, -1, -1, []] for c in _some(draw, world.calls(owner, "queued"))]
+    return [["S", c.id, -1, -1, []] for c in _some(draw, world.calls(owner, "queued", "displaced"))]
 
 
 @st.composite

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import redis
 
-from gateway.core.books import Books, FleetConfig
+from gateway.core.books import Books, Call, FleetConfig
 from gateway.core.invariants import Snapshot, step_violations, violations
 from gateway.ledger.records import FIELDS, config_arguments, decode_record, decode_step, decode_text
 from gateway.ledger.scripts import Library, fleet_keys, library
@@ -123,7 +123,7 @@ def lua_content(content: Content) -> dict[str, Any]:
         "sessions": _hash(content, "sessions"),
         **{
             name: sorted(map(_text, content[name]))
-            for name in ("queue", "order", "parked", "owned", "outbox")
+            for name in ("queue", "order", "parked", "owned", "outbox", "backlog")
         },
         **{name: _scores(content, name) for name in ("owners", "deadlines")},
     }
@@ -203,9 +203,19 @@ def spec_content(books: Books) -> dict[str, Any]:
         ),
         "parked": sorted(f"{key}:{lane}:{class_}" for lane, class_, key in books.parked),
         "owned": sorted(f"{c.owner}:{c.id}" for c in books.calls.values()),
-        "outbox": sorted(f"{c.owner}:{c.id}" for c in books.calls.values() if c.state == "unclaimed"),
+        "outbox": sorted(
+            f"{c.owner}:{c.id}" for c in books.calls.values() if c.state in ("unclaimed", "displaced")
+        ),
+        "backlog": sorted(
+            f"{lane}:{class_}:{sum(c.blocks for c in queued if _flow(c) == (lane, class_, key)):012d}:{key}"
+            for lane, class_, key in {_flow(c) for c in queued}
+        ),
         "deadlines": {c.id: c.deadline for c in queued},
     }
+
+
+def _flow(call: Call) -> tuple[str, str, str]:
+    return call.lane, call.class_, call.key
 
 
 def _row(record: Any, kind: str) -> dict[str, Any]:

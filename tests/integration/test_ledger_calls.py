@@ -96,7 +96,7 @@ REFUSALS = [
         False,
     ),
     ("queue off", {"queue_max": 0}, Code.CAPACITY_EXCEEDED, ("10", "queue.depth_max is 0"), None),
-    ("queue full", {"queue_max": 1}, Code.QUEUE_FULL, ("1 requests", "queue.depth_max is 1"), None),
+    ("queue full", {"blocks": 50, "queue_max": 1}, Code.QUEUE_FULL, ("1 requests", "queue.depth_max is 1"), None),
     (
         "calls of the key",
         {"requests_max": 2, "queue_max": 0},
@@ -436,3 +436,63 @@ async def test_the_rights_of_a_store_user_that_the_documents_name_are_enough(pat
                 await eventually(w.empty)
         finally:
             store.acl_deluser("kvgate")
+
+
+async def test_a_full_queue_takes_a_call_of_a_key_that_waits_for_less(path):
+    """Whoever has to go hears it at once, on whichever process it waits."""
+    room = {"queue_max": 2, "queue_key_max": 2}
+    async with world(path, 100) as w:
+        crowd, other = await w.join(), await w.join()
+        w.config = replace(w.config, lease_ms=60_000, heartbeat_ms=30_000)  # only a wake-up is in time
+        for m in (crowd, other):
+            m.ledger.reconfigure()
+        await eventually(lambda: len(w.store.pubsub_channels(w.key("wake:*"))) == 2)
+        running = await crowd.reserve(100)
+        asks = [crowd.open(10, key="a", **room) for _ in range(2)]
+        waits = [asyncio.create_task(ask.granted()) for ask in asks]
+        await eventually(lambda: list(w.states().values()).count("queued") == 2)
+        newcomer = other.open(10, key="b", **room)
+        granted = asyncio.create_task(newcomer.granted())
+        refusal = await asyncio.wait_for(waits[1], 2)
+        assert isinstance(refusal, Refusal)
+        assert refusal.code is Code.QUEUE_FULL
+        assert "a request of another key has taken the place" in refusal.message
+        await eventually(
+            lambda: w.states() == {running.id: "reserved", asks[0].id: "queued", newcomer.id: "queued"}
+        )
+        late = await other.open(10, key="b", **room).granted()
+        assert isinstance(late, Refusal)
+        assert "queue.depth_max is 2" in late.message, "both keys wait for as much"
+        running.settle(None, None)
+        for ask, wait in ((asks[0], waits[0]), (newcomer, granted)):
+            assert isinstance(await wait, Grant)
+            ask.settle(None, None)
+        asks[1].settle(None, None)
+        await eventually(w.empty)
+
+
+async def test_a_call_that_would_wait_in_vain_is_refused_at_once(path):
+    async with world(path, 100) as w:
+        m = await w.join()
+        first, second = await m.reserve(50), await m.reserve(50)
+        early = m.open(10, wait_ms=1)
+        assert (await early.granted()).code is Code.QUEUE_TIMEOUT, "nothing was given back: nothing is known"
+        early.settle(None, None)
+        first.settle(None, None)
+        third = await m.reserve(50)
+        refusal = await m.open(100, wait_ms=500).granted()
+        assert isinstance(refusal, Refusal)
+        assert refusal.code is Code.PREDICTED_WAIT
+        assert re.search(r"expected to take \d+ ms, the request may wait 500 ms", refusal.message)
+        patient = m.open(50, wait_ms=60_000)
+        answer = asyncio.create_task(patient.granted())
+        await eventually(lambda: w.states().get(patient.id) == "queued")
+        second.settle(None, None)
+        grant = await answer
+        assert isinstance(grant, Grant)
+        assert (grant.position, grant.queued) == (1, True)
+        assert grant.predicted_ms is not None
+        assert grant.predicted_ms > 0
+        for ask in (third, patient):
+            ask.settle(None, None)
+        await eventually(w.empty)

@@ -157,5 +157,5 @@ def test_a_missing_fragment_is_an_error(tmp_path: Path) -> None:
 def test_all_keys_of_a_fleet_share_a_hash_tag() -> None:
     keys = fleet_keys("llama-70b")
     assert keys[0] == "{kvgate:llama-70b}:meta"
-    assert len(keys) == len(KEY_NAMES) == 15
+    assert len(keys) == len(KEY_NAMES) == 16
     assert {key.split("}")[0] for key in keys} == {"{kvgate:llama-70b"}

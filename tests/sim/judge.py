@@ -16,7 +16,7 @@ import msgspec
 from gateway.core.books import Books, Call
 from gateway.core.events import CallEnded, Healed, LeaseLost
 from gateway.core.events import Event as Fact
-from gateway.core.invariants import Flow, Line, SessionRecord, Snapshot, violations
+from gateway.core.invariants import Flow, Line, SessionRecord, Snapshot, holds, violations
 from gateway.core.order import DIGEST_MODULUS
 from gateway.ledger.reservation import Ask, Phase
 from gateway.upstream.api import UpstreamRequest
@@ -226,7 +226,7 @@ class Judge:
         call = self.store.books.calls.get(run.id)
         return (
             call is not None
-            and call.state != "queued"
+            and holds(call)
             and call.replica == run.replica
             and self._owners.get(call.owner) is run.gateway.process
         )
@@ -319,7 +319,7 @@ class Judge:
 
     def _judge_placements(self, books: Books) -> None:
         """Nothing is granted behind a closed gate, or above a limit."""
-        places = {c.id: (c.replica, c.attempt) for c in books.calls.values() if c.state != "queued"}
+        places = {c.id: (c.replica, c.attempt) for c in books.calls.values() if holds(c)}
         new = [books.calls[id_] for id_, place in places.items() if self._places.get(id_) != place]
         self._places = places
         for call in new:
@@ -507,7 +507,12 @@ def _indexes(calls: Iterable[Call], flows: dict[tuple[str, str, str], Flow]) -> 
         "queue": frozenset(f"{c.lane}:{c.class_}:{c.key}:{c.arrival:012d}:{c.id}" for c in queued),
         "deadlines": frozenset(f"{c.id}:{c.deadline}" for c in queued),
         "owned": frozenset(f"{c.owner}:{c.id}" for c in calls),
-        "outbox": frozenset(f"{c.owner}:{c.id}" for c in calls if c.state == "unclaimed"),
+        "outbox": frozenset(f"{c.owner}:{c.id}" for c in calls if c.state in ("unclaimed", "displaced")),
+        "backlog": frozenset(
+            f"{lane}:{class_}:{flow.blocks:012d}:{key}"
+            for (lane, class_, key), flow in flows.items()
+            if flow.waiting
+        ),
         "order": frozenset(
             f"{f[0]}:{f[1]}:{flows[f].tag:016d}:{f[2]}" for f in waiting if not flows[f].parked
         ),

@@ -63,6 +63,7 @@ def indexes(**changes: set[str]) -> dict[str, frozenset[str]]:
         "owned": {f"o0:{id_}" for id_ in (RUNNING, WAITING, GRANTED)},
         "outbox": {f"o0:{GRANTED}"},
         "deadlines": {f"{WAITING}:9000"},
+        "backlog": {"a:normal:000000000010:k"},
     }
     return {name: frozenset(members) for name, members in {**found, **changes}.items()}
 
@@ -122,6 +123,7 @@ CORRUPTIONS: list[tuple[Rule, str, Callable[[], Snapshot]]] = [
     (Rule.INDEX, f"outbox o0:{GRANTED}", lambda: books(indexes=indexes(outbox=set()))),
     (Rule.INDEX, "owned o0:00000000dd", lambda: books(indexes=indexes(owned={*indexes()["owned"], "o0:00000000dd"}))),
     (Rule.INDEX, f"deadlines {WAITING}:9000", lambda: books(indexes=indexes(deadlines={f"{WAITING}:9001"}))),
+    (Rule.INDEX, "backlog a:normal:000000000010:k", lambda: books(indexes=indexes(backlog=set()))),
     (Rule.INDEX, "order a:normal:0000000000000007:k", lambda: books(indexes=indexes(order=set()))),
     (Rule.INDEX, f"queue a:normal:k:000000000003:{WAITING}", lambda: books(indexes=indexes(queue=set()))),
     (Rule.WAITING, "flow a:normal:k waiting", lambda: books(flows={("a", "normal", "k"): Flow(7, 2, 10, 1, 0)})),
