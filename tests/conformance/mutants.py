@@ -23,7 +23,7 @@ MUTANTS: dict[str, tuple[str, str]] = {
     "unknown lane accepted": ("if not books.config.pools[lane] or not books.config.shares[class] then", "if not books.config.pools[lane] then"),
     "forced call on a lost replica refused": ("if not books.replicas[name] and force == 1 then", "if false then"),
     "true-up forgotten": ("if cost >= 0 and call.charged > 0", "if false"),
-    "refund forgotten": ("if refund then reserve.correct", "if false then reserve.correct"),
+    "refund forgotten": ("  reserve.correct(call, -call.charged)\n  quotas.refund(call)", "  quotas.refund(call)"),
     "digest not lowered": ("count_claimed(id, call, -1)", "count_claimed(id, call, 0)"),
     "clock not clamped": ("math.min(math.max(passed, 0), longest)", "math.max(passed, 0)"),
     "clock goes back": ("math.min(math.max(passed, 0),", "math.min(passed,"),
