@@ -158,6 +158,8 @@ class Books:
     credit: dict[tuple[str, str], int] = field(default_factory=dict)
     blocked: dict[str, str] = field(default_factory=dict)
     book: dict[str, int] = field(default_factory=dict)
+    since: dict[str, int] = field(default_factory=dict)
+    """Lane -> the clock since which somebody waits in it."""
     drains: dict[str, Drain] = field(default_factory=dict)
     work: int = 0
     replay: bool = False
@@ -415,6 +417,8 @@ class Books:
         """Stand in the queue; the flow's tag is its own business."""
         flow = _flow(call)
         first = not self._waiting(*flow)
+        if not self._waiting(call.lane):
+            self.since[call.lane] = self.clock
         call.state = "queued"
         self.calls[call.id] = call
         if first:
@@ -434,6 +438,8 @@ class Books:
             self.weights.pop(flow, None)
         if not self._waiting(call.lane, call.class_):
             self.credit.pop((call.lane, call.class_), None)
+        if not self._waiting(call.lane):
+            self.since.pop(call.lane, None)
         self.dirty = True
 
     def _withdraw(self, call: Call) -> None:
@@ -647,13 +653,16 @@ class Books:
         return work * DRAIN_WINDOW_MS // drain
 
     def _expected_wait(self, call: Call) -> int:
-        """-1 where nothing was given back yet."""
+        """-1 unless somebody has waited all the time in which the drain was measured: before that it is what calls
+        needed, not what the replicas can do."""
+        if self.clock - self.since.get(call.lane, self.clock) < DRAIN_WINDOW_MS:
+            return -1
         drain = self._lane_drain(call.lane)
         return self._predicted_wait(call, drain) if drain else -1
 
     def _wait_told(self, call: Call) -> int:
-        wait = self._expected_wait(call)
-        return FIRST_APPOINTMENT_MS if wait < 0 else wait
+        drain = self._lane_drain(call.lane)
+        return self._predicted_wait(call, drain) if drain else FIRST_APPOINTMENT_MS
 
     def _appointment(self, call: Call) -> int:
         """Milliseconds until a refused call should come back; it takes a place in the lane's book."""

@@ -18,7 +18,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "flow": ("tag", "waiting", "blocks", "weight", "parked"),
     "session": ("batch", "told", "declared", "count", "sum"),
     "line": ("virtual", "waiting", "blocks", "weights", "credit"),
-    "lane": ("blocked", "book"),
+    "lane": ("blocked", "book", "since"),
     "drain": ("start", "current", "previous", "last"),
 }  # fmt: skip
 

@@ -231,6 +231,7 @@ def _line_name(text: str) -> LineName:
 class _Lane:
     blocked: str
     book: int
+    since: int
 
 
 def _record(kind: str, name: str, packed: bytes, type_: type[T]) -> T:

@@ -33,15 +33,18 @@ local function predicted_wait(call, rate)
   return math.floor((ahead + ahead_in_class) * drain.WINDOW_MS / rate)
 end
 
--- -1 where nothing was given back yet.
+-- -1 unless somebody has waited all the time in which the drain was measured: before that it is what calls needed, not
+-- what the replicas can do.
 function appointments.expected_wait(call)
+  local since = rows.fetch(records.lanes, call.lane).since
+  if since < 0 or books.meta.clock - since < drain.WINDOW_MS then return -1 end
   local rate = lane_drain(call.lane)
   return rate > 0 and predicted_wait(call, rate) or -1
 end
 
 function appointments.wait_told(call)
-  local wait = appointments.expected_wait(call)
-  return wait < 0 and drain.FIRST_APPOINTMENT_MS or wait
+  local rate = lane_drain(call.lane)
+  return rate > 0 and predicted_wait(call, rate) or drain.FIRST_APPOINTMENT_MS
 end
 
 -- Milliseconds until a refused call should come back; it takes a place in the lane's book.

@@ -18,6 +18,16 @@ local function backlog_member(call, blocks)
   return string.format('%s:%s:%012d:%s', call.lane, call.class, blocks, call.key)
 end
 
+-- The lane's first waiter has come, or its last one has gone.
+local function note_since(call, since)
+  for _, class in ipairs(books.config.classes) do
+    if flows.line(call.lane, class).waiting > 0 then return end
+  end
+  local lane = rows.fetch(records.lanes, call.lane)
+  lane.since = since
+  rows.store(records.lanes, call.lane, lane)
+end
+
 -- One call more or less waits in the flow.
 local function count_waiting(call, flow, line, direction)
   local before = flow.blocks
@@ -48,6 +58,7 @@ end
 function queue.join(id, call)
   local name = flows.name_of(call)
   local flow, line = rows.fetch(records.flows, name), flows.line(call.lane, call.class)
+  note_since(call, books.meta.clock)
   call.state = 'queued'
   rows.store(records.calls, id, call)
   if flow.waiting == 0 then
@@ -131,7 +142,10 @@ function queue.leave(id, call)
     rows.store(records.lanes, call.lane, lane)
   end
   count_waiting(call, flow, line, -1)
-  if line.waiting == 0 then line.credit = 0 end
+  if line.waiting == 0 then
+    line.credit = 0
+    note_since(call, -1)
+  end
   if flow.waiting == 0 then end_flow(call, flow, line) end
   rows.store(records.lines, call.lane .. ':' .. call.class, line)
   if flow.waiting > 0 then queue.unpark(call, name, flow) end

@@ -69,12 +69,12 @@ local kinds = {
     end,
   },
   lanes = {
-    key = 1, prefix = 'lane:', header = '\146', blank = {'', 0},
-    read = function(_, blocked, book)
-      return {blocked = blocked, book = book}
+    key = 1, prefix = 'lane:', header = '\147', blank = {'', 0, -1},
+    read = function(_, blocked, book, since)
+      return {blocked = blocked, book = book, since = since}
     end,
     write = function(row)
-      return row.blocked, row.book
+      return row.blocked, row.book, row.since
     end,
   },
   drains = {

@@ -15,6 +15,7 @@ from gateway.ledger.verify import Content, snapshot_of
 from tests.conformance.books import read_content
 
 FLEET = "t"
+IDLE_LANE = {"blocked": "", "book": 0, "since": -1}
 Op = list[Any]
 Saved = tuple[dict[bytes, bytes | None], Books]
 
@@ -118,7 +119,7 @@ def lua_content(content: Content) -> dict[str, Any]:
         "keys": _hash(content, "keys"),
         "flows": flows,
         "lines": {n: r for n, r in rows["line"].items() if any(r.values())},
-        "lanes": {n: r for n, r in rows["lane"].items() if any(r.values())},
+        "lanes": {n: r for n, r in rows["lane"].items() if r != IDLE_LANE},
         "drains": rows["drain"],
         "sessions": _hash(content, "sessions"),
         **{
@@ -171,9 +172,13 @@ def spec_content(books: Books) -> dict[str, Any]:
         if any(row.values()):
             lines[":".join(lane_class)] = row
     lanes = {}
-    for lane in set(books.blocked) | set(books.book):
-        row = {"blocked": books.blocked.get(lane, ""), "book": books.book.get(lane, 0)}
-        if any(row.values()):
+    for lane, _ in books.config.lanes if books.config else ():
+        row = {
+            "blocked": books.blocked.get(lane, ""),
+            "book": books.book.get(lane, 0),
+            "since": books.since.get(lane, -1),
+        }
+        if row != IDLE_LANE:
             lanes[lane] = row
     return {
         "meta": {

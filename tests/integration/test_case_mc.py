@@ -43,10 +43,15 @@ class Inventor:
     def served(self) -> bytes:
         return self._with_headers(post(self._key, completion(16, 1) | {"user": self._name(100)}))
 
+    def unknown_class(self) -> bytes:
+        line = f"x-kvgate-priority: {MARK}-{self._new()}"
+        return self.served().replace(b"\r\n", f"\r\n{line}\r\n".encode(), 1)
+
     def _with_headers(self, request: bytes) -> bytes:
         lines = (
             f"x-request-id: {MARK}-{self._new()}",
-            f"x-kvgate-priority: {MARK}-{self._new()}",
+            f"x-kvgate-deadline-ms: {60_000 + self._new()}",
+            f"x-priority: {MARK}-{self._new()}",
             f"x-forwarded-for: 10.{self._random.randrange(256)}.0.1",
             f"user-agent: {MARK}-{self._new()}",
         )
@@ -94,7 +99,8 @@ async def _client(gateway: GatewayProcess, seed: int, share: int) -> int:
         await _on_one_connection(gateway.url, (inventor.unknown_model() for _ in range(share // 2)), 404)
         + await _on_one_connection(gateway.url, (inventor.unknown_path() for _ in range(share // 4)), 404)
         + await _on_one_connection(gateway.url, (inventor.served() for _ in range(share // 20)), 200)
-        + await _one_each(gateway.url, (inventor.unknown_key() for _ in range(share // 5)), 401)
+        + await _on_one_connection(gateway.url, (inventor.unknown_class() for _ in range(share // 20)), 400)
+        + await _one_each(gateway.url, (inventor.unknown_key() for _ in range(share * 3 // 20)), 401)
     )
 
 

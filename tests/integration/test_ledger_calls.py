@@ -96,7 +96,13 @@ REFUSALS = [
         False,
     ),
     ("queue off", {"queue_max": 0}, Code.CAPACITY_EXCEEDED, ("10", "queue.depth_max is 0"), None),
-    ("queue full", {"blocks": 50, "queue_max": 1}, Code.QUEUE_FULL, ("1 requests", "queue.depth_max is 1"), None),
+    (
+        "queue full",
+        {"blocks": 50, "queue_max": 1},
+        Code.QUEUE_FULL,
+        ("1 requests", "queue.depth_max is 1"),
+        None,
+    ),
     (
         "calls of the key",
         {"requests_max": 2, "queue_max": 0},
@@ -472,27 +478,34 @@ async def test_a_full_queue_takes_a_call_of_a_key_that_waits_for_less(path):
 
 
 async def test_a_call_that_would_wait_in_vain_is_refused_at_once(path):
+    """Once somebody has waited for as long as blocks given back are looked at: before that nothing is known."""
     async with world(path, 100) as w:
         m = await w.join()
-        first, second = await m.reserve(50), await m.reserve(50)
-        early = m.open(10, wait_ms=1)
-        assert (await early.granted()).code is Code.QUEUE_TIMEOUT, "nothing was given back: nothing is known"
-        early.settle(None, None)
-        first.settle(None, None)
-        third = await m.reserve(50)
+        w.config = replace(w.config, lease_ms=60_000, heartbeat_ms=30_000)
+        m.ledger.reconfigure()
+        running = [await m.reserve(50), await m.reserve(50)]
+        patient = [m.open(50, wait_ms=60_000) for _ in range(2)]
+        waits = [asyncio.create_task(ask.granted()) for ask in patient]
+        await eventually(lambda: list(w.states().values()).count("queued") == 2)
+        hopeful = m.open(100, wait_ms=200)
+        assert (await hopeful.granted()).code is Code.QUEUE_TIMEOUT
+        hopeful.settle(None, None)
+        w.store.hincrby(w.key("meta"), "clock", 15_000)
+        running.pop().settle(None, None)
+        assert isinstance(await waits[0], Grant)
         refusal = await m.open(100, wait_ms=500).granted()
         assert isinstance(refusal, Refusal)
         assert refusal.code is Code.PREDICTED_WAIT
         assert re.search(r"expected to take \d+ ms, the request may wait 500 ms", refusal.message)
-        patient = m.open(50, wait_ms=60_000)
-        answer = asyncio.create_task(patient.granted())
-        await eventually(lambda: w.states().get(patient.id) == "queued")
-        second.settle(None, None)
+        last = m.open(50, wait_ms=60_000)
+        answer = asyncio.create_task(last.granted())
+        await eventually(lambda: w.states().get(last.id) == "queued")
+        for ask in (running.pop(), patient[0]):
+            ask.settle(None, None)
         grant = await answer
         assert isinstance(grant, Grant)
-        assert (grant.position, grant.queued) == (1, True)
-        assert grant.predicted_ms is not None
-        assert grant.predicted_ms > 0
-        for ask in (third, patient):
+        assert (grant.position, grant.queued) == (2, True)
+        assert grant.predicted_ms
+        for ask in (patient[1], last):
             ask.settle(None, None)
         await eventually(w.empty)
