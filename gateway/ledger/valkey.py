@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import random
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -82,6 +83,8 @@ class ValkeyLedger:
         self._closing = False
         self._observer = observer
         self._asks: dict[str, Ask] = {}
+        # A system call for each id would cost more than the rest of `open`.
+        self._random = random.Random(secrets.token_bytes(32))
         self._claimed: set[str] = set()
         self._claimed_sum = 0
         self._known: dict[tuple[str, str], _Known] = {}
@@ -125,7 +128,7 @@ class ValkeyLedger:
 
     def _new_id(self) -> str:
         while True:
-            id_ = secrets.token_hex(ID_BITS // 8)
+            id_ = f"{self._random.getrandbits(ID_BITS):010x}"
             if id_ not in self._asks:
                 return id_
 
