@@ -110,7 +110,7 @@ class Flow:
             refusal = hopeless(shape, request, low, limits)
             if refusal is None:
                 lanes = candidate_lanes(shape, request, low, high, limits)
-                refusal = ledger.known_refusal(lanes, call.terms.class_)
+                refusal = ledger.known_refusal(lanes, call.terms.class_, call.terms.key)
             if refusal:
                 return refusal
         counts = [await self._count(prompt, shape.token_factor) for prompt in request.prompts]

@@ -98,8 +98,8 @@ class Ledger(Protocol):
         """Whether `known_refusal` may know any."""
         ...
 
-    def known_refusal(self, lanes: Sequence[str], class_: str) -> Refusal | None:
-        """A refusal that the store gave for every one of these lanes a moment ago."""
+    def known_refusal(self, lanes: Sequence[str], class_: str, key: str) -> Refusal | None:
+        """A refusal that the store gave the key a moment ago, for every one of these lanes or by a rate quota."""
         ...
 
     def open(self, admission: Admission, lost: Lost) -> Reservation: ...

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from gateway.core import quota
 from gateway.core.books import FleetConfig
 from gateway.core.events import Healed, Observer
@@ -29,6 +31,8 @@ log = logging.getLogger(__name__)
 
 CACHE_SECONDS = 0.05
 """How long a refusal of the store may be repeated without asking it again."""
+KNOWN_MAX = 1024
+"""Refusals remembered at once."""
 PROBE_SECONDS = 0.01
 """One call in this time goes through to the store all the same."""
 SETTINGS_DIFFER = "another gateway has given this fleet other lanes or classes; ours are being sent again"
@@ -49,7 +53,7 @@ class HoldLimits:
 @dataclass(slots=True)
 class _Known:
     refusal: Refusal
-    at: float
+    until: float
     probed_at: float
 
 
@@ -87,7 +91,8 @@ class ValkeyLedger:
         self._random = random.Random(secrets.token_bytes(32))
         self._claimed: set[str] = set()
         self._claimed_sum = 0
-        self._known: dict[tuple[str, str], _Known] = {}
+        self._known: dict[tuple[str, str, str], _Known] = {}
+        """By lane, class and key; a rate quota is of the key alone."""
         self.sharing = Sharing(self, self._asks, config, share_seconds, observer)
         prefix = key_prefix(fleet) + "wake:"
         self.channel = Channel(prefix, self.offer)
@@ -136,15 +141,17 @@ class ValkeyLedger:
     def refused_lately(self) -> bool:
         return bool(self._known)
 
-    def known_refusal(self, lanes: Sequence[str], class_: str) -> Refusal | None:
+    def known_refusal(self, lanes: Sequence[str], class_: str, key: str) -> Refusal | None:
+        limited = self._known.get(("", "", key))
+        places = [("", "", key)] if limited else [(lane, class_, key) for lane in lanes]
         now = self.now()
         found: list[_Known] = []
-        for lane in lanes:
-            known = self._known.get((lane, class_))
+        for place in places:
+            known = self._known.get(place)
             if known is None:
                 return None
-            if now - known.at > CACHE_SECONDS:
-                del self._known[lane, class_]
+            if now >= known.until:
+                del self._known[place]
                 return None
             found.append(known)
         if not found or now - found[0].probed_at >= PROBE_SECONDS:
@@ -229,9 +236,18 @@ class ValkeyLedger:
             self._claimed_sum -= int(id_, 16)
 
     def settled_here(self, admission: Admission) -> None:
-        """Something of this lane was given back: what the store said before no longer holds."""
-        for key in [key for key in self._known if key[0] == admission.lane]:
-            del self._known[key]
+        """Something of this lane and key was given back: what the store said before no longer holds."""
+        for place in [p for p in self._known if p[0] == admission.lane or p == ("", "", admission.key)]:
+            del self._known[place]
+
+    def _remember(self, place: tuple[str, str, str], refusal: Refusal, seconds: float) -> None:
+        """For the same key only: a full queue may have room for another one."""
+        now = self.now()
+        if len(self._known) >= KNOWN_MAX:
+            self._known = {p: known for p, known in self._known.items() if now < known.until}
+        if len(self._known) < KNOWN_MAX:
+            cached = msgspec.structs.replace(refusal, cached=True)
+            self._known[place] = _Known(cached, now + min(seconds, CACHE_SECONDS), now)
 
     def op_failed(self, result: Result) -> None:
         """An op was malformed or met books that contradict it: a bug, counted and told."""
@@ -239,7 +255,7 @@ class ValkeyLedger:
         self._observer(Healed(self.fleet, "error", 1))
 
     def refusal_of(self, admission: Admission, result: Result) -> Refusal:
-        """The store's refusal in words; queue refusals are remembered for a moment."""
+        """The store's refusal in words; that of a full queue or an empty quota is remembered for a moment."""
         if result[0] != "refused" or result[1] == "id":
             self.op_failed(result)
             return Refusal(Code.INTERNAL_ERROR, "the ledger could not carry the request out")
@@ -248,17 +264,18 @@ class ValkeyLedger:
             self._keeper.reconfigure()
             return Refusal(Code.STORE_UNAVAILABLE, SETTINGS_DIFFER, retry_ms=retry_ms)
         if knob == "quota":
-            return quota.refusal(admission.charges, measured, limit, retry_ms)
+            refusal = quota.refusal(admission.charges, measured, limit, retry_ms)
+            self._remember(("", "", admission.key), refusal, retry_ms / 1000)
+            return refusal
         code = Code(name)
         message = _words(code, knob, measured, limit, admission)
         if code in HOPELESS:
             return Refusal(code, message, should_retry=False)
         retry_ms = self._retry_hint_ms = max(retry_ms, 1)
-        if code is Code.QUEUE_FULL and knob == "depth_max":
-            now = self.now()
-            cached = Refusal(code, message, retry_ms=retry_ms, cached=True)
-            self._known[admission.lane, admission.class_] = _Known(cached, now, now)
-        return Refusal(code, message, retry_ms=retry_ms)
+        refusal = Refusal(code, message, retry_ms=retry_ms)
+        if code is Code.QUEUE_FULL:
+            self._remember((admission.lane, admission.class_, admission.key), refusal, CACHE_SECONDS)
+        return refusal
 
     def away_refusal(self) -> Refusal:
         message = "the store of reservations does not answer"

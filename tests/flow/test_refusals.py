@@ -82,7 +82,7 @@ async def full_queue(
     async with gateway(store_url, {"a": NOWHERE}, queue_max=1, now=clock) as world:
         ledger, asked = world.ledger, []
         release, release_some = await world.hold(900), await world.hold(100)
-        waiting = ledger.open(admission(200), lambda: None)
+        waiting = ledger.open(admission(200, "anonymous"), lambda: None)  # its own key's place nobody takes
         waiter = asyncio.create_task(waiting.granted())
         await world.queued(1)
         clock.stop()
@@ -133,7 +133,7 @@ async def test_an_old_answer_is_not_repeated_while_a_probe_is_on_its_way(store_u
     async with full_queue(store_url, clock) as (world, asked, _):
         await refused(world)
         clock.advance(0.045)
-        assert world.ledger.known_refusal(["short"], "normal") is None
+        assert world.ledger.known_refusal(["short"], "normal", "anonymous") is None
         clock.advance(0.004)
         assert is_cached(await refused(world))
         clock.advance(0.002)

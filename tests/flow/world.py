@@ -137,9 +137,9 @@ class World:
         return ended[0]
 
 
-def admission(blocks: int) -> Admission:
+def admission(blocks: int, key: str = "holder") -> Admission:
     return Admission(
-        key="holder", class_="normal", lane="short", blocks=blocks, sequences=1, prefill=0, cost=1, wait_ms=20_000,
+        key=key, class_="normal", lane="short", blocks=blocks, sequences=1, prefill=0, cost=1, wait_ms=20_000,
         weight=1, blocks_max=-1, requests_max=-1, queue_max=100, queue_key_max=100,
     )  # fmt: skip
 

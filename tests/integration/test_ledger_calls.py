@@ -6,11 +6,14 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import redis
 
+from gateway.core import quota
 from gateway.core.events import StoreUp
 from gateway.core.outcomes import Code, Refusal
+from gateway.core.quota import Quota, Units
 from gateway.ledger.api import Grant
 from gateway.ledger.state import read_state
 from tests.integration.ledger_world import eventually, running_store, world
@@ -249,25 +252,28 @@ async def test_a_full_queue_is_remembered_for_a_moment(path):
         held = await m.reserve(100)
         asked = time.monotonic()
         assert (await m.open(10, queue_max=0, wait_ms=0).granted()).code is Code.CAPACITY_EXCEEDED
-        assert m.ledger.known_refusal(["a"], "normal") is None, "only a full queue is remembered"
+        assert m.ledger.known_refusal(["a"], "normal", "k") is None, "only a full queue is remembered"
         waiter = m.open(10, queue_max=1)
         waiting = asyncio.create_task(waiter.granted())
         await eventually(lambda: w.states().get(waiter.id) == "queued")
         assert (await m.open(10, queue_max=1).granted()).code is Code.QUEUE_FULL
-        known = m.ledger.known_refusal(["a"], "normal")
+        known = m.ledger.known_refusal(["a"], "normal", "k")
         assert known.code is Code.QUEUE_FULL
         assert known.cached
-        assert m.ledger.known_refusal(["a", "b"], "normal") is None
-        assert m.ledger.known_refusal(["a"], "high") is None
-        assert m.ledger.known_refusal([], "normal") is None
+        assert m.ledger.known_refusal(["a", "b"], "normal", "k") is None
+        assert m.ledger.known_refusal(["a"], "high", "k") is None
+        assert m.ledger.known_refusal(["a"], "normal", "other") is None, (
+            "a full queue may have room for another key"
+        )
+        assert m.ledger.known_refusal([], "normal", "k") is None
         clock[0] += 0.011
-        assert m.ledger.known_refusal(["a"], "normal") is None, "one call in 10 ms goes through"
-        assert m.ledger.known_refusal(["a"], "normal") == known
+        assert m.ledger.known_refusal(["a"], "normal", "k") is None, "one call in 10 ms goes through"
+        assert m.ledger.known_refusal(["a"], "normal", "k") == known
         clock[0] += 0.05
-        assert m.ledger.known_refusal(["a"], "normal") is None, "50 ms are over"
+        assert m.ledger.known_refusal(["a"], "normal", "k") is None, "50 ms are over"
         assert (await m.open(10, queue_max=1).granted()).code is Code.QUEUE_FULL
         waiter.settle(None, None)
-        assert m.ledger.known_refusal(["a"], "normal") is None, "something was given back"
+        assert m.ledger.known_refusal(["a"], "normal", "k") is None, "something was given back"
         held.settle(None, None)
         await waiting
         assert time.monotonic() - asked < 30
@@ -508,4 +514,33 @@ async def test_a_call_that_would_wait_in_vain_is_refused_at_once(path):
         assert grant.predicted_ms
         for ask in (patient[1], last):
             ask.settle(None, None)
+        await eventually(w.empty)
+
+
+async def test_an_empty_quota_is_remembered_for_a_moment(path):
+    """Until its time has come, something of the key is given back, or 50 ms are over."""
+    clock = [100.0]
+    taken = quota.charges([Quota(0, 60, 1)], Units(1))
+    async with world(path, 100) as w:
+        m = w.add(now=lambda: clock[0])
+        clock_goes_on = asyncio.create_task(_run_clock(clock))
+        m.go_on()
+        await eventually(lambda: m.ledger.ready)
+        clock_goes_on.cancel()
+        first = await m.reserve(10, charges=taken)
+        refusal = await m.open(10, charges=taken).granted()
+        assert refusal.code is Code.QUOTA_EXCEEDED
+        assert 0 < refusal.retry_ms <= 1000
+        known = m.ledger.known_refusal(["a"], "normal", "k")
+        assert known == msgspec.structs.replace(refusal, cached=True)
+        assert m.ledger.known_refusal(["a"], "normal", "other") is None
+        clock[0] += 0.051
+        assert m.ledger.known_refusal(["a"], "normal", "k") is None
+        await m.open(10, charges=taken).granted()
+        assert m.ledger.known_refusal(["a"], "normal", "k")
+        first.settle(None, None, quota.corrections(taken, Units()))
+        assert m.ledger.known_refusal(["a"], "normal", "k") is None, "something was given back"
+        await eventually(w.empty)
+        again = await m.reserve(10, charges=taken)
+        again.settle(None, None)
         await eventually(w.empty)
