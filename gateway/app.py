@@ -14,13 +14,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from gateway import __version__
 from gateway.call import Fleet
 from gateway.config import Fleet as FleetSettings
-from gateway.config import KeyEntry, Limits, PriorityClass, Secrets, Settings, load_keys
+from gateway.config import KeyEntry, PriorityClass, Secrets, Settings, load_keys
+from gateway.core import quota
 from gateway.core.events import Event as Fact
 from gateway.core.lifecycle import Event
-from gateway.core.quota import BUCKETS, Quota
 from gateway.flow import Flow
 from gateway.http.admin import create_api
 from gateway.http.auth import Key, Keyring, anonymous
@@ -348,20 +350,10 @@ def _key(entry: KeyEntry) -> Key:
         blocks_max=limits.blocks_max,
         context_tokens_max=limits.context_tokens_max,
         max_output_tokens=limits.max_output_tokens,
-        quotas=_quotas(limits),
+        quotas=quota.of_limits(msgspec.structs.asdict(limits), limits.minute_burst),
         expires_ms=entry.expires_ms,
         digest=bytes.fromhex(entry.sha256),
     )
-
-
-def _quotas(limits: Limits) -> tuple[Quota, ...]:
-    found = []
-    for bucket, (unit, window, _) in enumerate(BUCKETS):
-        limit = getattr(limits, f"{unit}_per_{window}")
-        if limit is not None:
-            burst = limits.minute_burst if window == "minute" else 1.0
-            found.append(Quota(bucket, limit, max(int(limit * burst), 1)))
-    return tuple(found)
 
 
 def _replica_specs(fleet: FleetSettings) -> list[ReplicaSpec]:

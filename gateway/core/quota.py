@@ -6,7 +6,7 @@ which a bucket is full again, so amounts go there as microseconds of refilling: 
 the limit changes meanwhile.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -89,6 +89,17 @@ class Left(msgspec.Struct, frozen=True):
     remaining: int
     reset_us: int
     """Until it is full."""
+
+
+def of_limits(limits: Mapping[str, int | None], minute_burst: float) -> tuple[Quota, ...]:
+    """The quotas among a key's limits; `minute_burst` is the part of a minute's that may be used at once."""
+    found = []
+    for bucket, (_, window, _) in enumerate(BUCKETS):
+        limit = limits.get(Quota(bucket, 1, 1).name)
+        if limit is not None:
+            burst = minute_burst if window == "minute" else 1.0
+            found.append(Quota(bucket, limit, max(int(limit * burst), 1)))
+    return tuple(found)
 
 
 def charges(quotas: Sequence[Quota], units: Units) -> tuple[Charge, ...]:

@@ -1,5 +1,6 @@
 """What a call takes of its key's rate quotas, and what a client is told of them."""
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,6 +29,18 @@ def test_every_bucket_is_a_setting_and_fits_the_ledger() -> None:
     assert len(BUCKETS) == QUOTA_BUCKETS
     for bucket in range(len(BUCKETS)):
         assert hasattr(Limits(), Quota(bucket, 1, 1).name)
+
+
+def test_limits_become_buckets() -> None:
+    limits = Limits(
+        requests_per_minute=3, prompt_tokens_per_day=10**9, output_tokens_per_minute=1000, minute_burst=0.25
+    )
+    assert quota.of_limits(msgspec.structs.asdict(limits), limits.minute_burst) == (
+        Quota(0, 3, 1),
+        Quota(3, 10**9, 10**9),
+        Quota(4, 1000, 250),
+    )
+    assert quota.of_limits(msgspec.structs.asdict(Limits()), 1.0) == ()
 
 
 @given(quotas(), UNITS, UNITS)
