@@ -88,7 +88,7 @@ class ValkeyLedger:
         self._observer = observer
         self._asks: dict[str, Ask] = {}
         # A system call for each id would cost more than the rest of `open`.
-        self._random = random.Random(secrets.token_bytes(32))
+        self._random = random.Random(secrets.randbits(256))
         self._claimed: set[str] = set()
         self._claimed_sum = 0
         self._known: dict[tuple[str, str, str], _Known] = {}
