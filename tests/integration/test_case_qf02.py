@@ -5,7 +5,8 @@ one of 6,000 makes it fit, as long as that one is up; while it is down the clien
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -18,8 +19,6 @@ pytestmark = pytest.mark.usefixtures("hang_up")
 BACKENDS, BACKEND_BLOCKS, LARGE_BLOCKS = 4, 4000, 6000
 MAX_MODEL_LEN = 262_144
 TOO_LARGE = 5000
-EXACT_TOKENS = 16 * BACKEND_BLOCKS + 1
-"""Prompt and output of a call of exactly 4,000 blocks: the last token's KV is never written."""
 SMALL, SMALL_CALLS = (16, 145), 100
 REFUSALS = 20
 QUICK_SECONDS = 0.005
@@ -118,24 +117,42 @@ async def test_as_large_as_a_backend(new_world: World) -> None:
     assert answer.status == 200
     assert answer.headers["x-kvgate-reserved-blocks"] == str(BACKEND_BLOCKS)
     assert answer.headers["x-kvgate-queue-ms"] != "0"
+    Wire.hang_up_all()
 
 
-async def test_the_only_backend_that_is_large_enough_goes_down(new_world: World) -> None:
-    """The client may come back: from the moment that the engine is gone it is never told that this can never fit."""
-    large = backend(new_world, LARGE_BLOCKS)
-    gateway = serve(new_world, [*backends(new_world), large])
+def states(gateway: GatewayProcess) -> list[str]:
+    replicas = gateway.state()["fleets"]["demo"]["pools"]["only"]["replicas"]
+    return [row["state"] for row in replicas.values()]
+
+
+@asynccontextmanager
+async def fifth_killed(world: World) -> AsyncIterator[GatewayProcess]:
+    """The moment after; before it the call of 5,000 blocks fitted."""
+    large = backend(world, LARGE_BLOCKS)
+    gateway = serve(world, [*backends(world), large])
     answer = await call(gateway, tokens_of(TOO_LARGE))
     assert (answer.status, answer.headers["x-kvgate-reserved-blocks"]) == (200, str(TOO_LARGE))
     expect_hopeless(await call(gateway, tokens_of(LARGE_BLOCKS) + 1))
     large.process.kill()
     large.process.wait()
-    async with asyncio.timeout(ANSWERED_SECONDS):
-        while (answer := await call(gateway, tokens_of(TOO_LARGE))).status != 503:
-            assert answer.status == 502, "its engine is not known to be down yet"
-    for long_prompt in (True, False):
-        expect_come_back(await call(gateway, tokens_of(TOO_LARGE), long_prompt))
-    assert (await call(gateway, sum(SMALL))).status == 200
-    expect_hopeless(await call(gateway, tokens_of(LARGE_BLOCKS) + 1))
+    yield gateway
+
+
+async def test_the_only_backend_that_is_large_enough_is_down(new_world: World) -> None:
+    """The client may come back; what not even that one would hold is hopeless as before."""
+    async with fifth_killed(new_world) as gateway:
+        await soon(lambda: states(gateway).count("up") == BACKENDS, "it is known to be down", ANSWERED_SECONDS)
+        for long_prompt in (True, False):
+            expect_come_back(await call(gateway, tokens_of(TOO_LARGE), long_prompt))
+        assert (await call(gateway, sum(SMALL))).status == 200
+        expect_hopeless(await call(gateway, tokens_of(LARGE_BLOCKS) + 1))
+
+
+async def test_a_call_meets_the_end_of_the_only_backend_that_is_large_enough(new_world: World) -> None:
+    """It is told so: no other engine could ever hold it, so there is nothing to wait for."""
+    async with fifth_killed(new_world) as gateway, asyncio.timeout(ANSWERED_SECONDS):
+        answer = await call(gateway, tokens_of(TOO_LARGE))
+        assert (answer.status, answer.code) in {(502, "upstream_error"), (503, "no_backend")}
 
 
 async def test_it_is_down_from_the_start(new_world: World) -> None:
