@@ -31,7 +31,8 @@ PLACES, SERVICE_SECONDS = 20, 0.5
 NOMINAL_PER_SECOND = PLACES / SERVICE_SECONDS
 PROMPT_TOKENS, OUTPUT_TOKENS = 16, 145
 BLOCKS = blocks_of(PROMPT_TOKENS, OUTPUT_TOKENS)
-CROWD = 3 * DEPTH_MAX
+MORE = 30
+"""Calls that find no place, one after the other."""
 QUICK_SECONDS = 0.005
 LOOK_SECONDS = 0.02
 QUIET_SECONDS = 5.0
@@ -142,19 +143,23 @@ def expect_waited_out(calls: list[Seen]) -> None:
 
 
 async def test_the_call_after_the_hundredth(new_world: World) -> None:
-    """Of 300 at once 100 wait, and not longer than their time; the others hear at once that they cannot."""
+    """It hears at once that there is no place, and the hundred wait no longer than their time."""
     async with full_engine(new_world) as scene:
         request = post(scene.gateway.key, body())
-        calls = [asyncio.create_task(timed(scene.gateway, request)) for _ in range(CROWD)]
-        answers = [await call for call in calls]
+        calls = [asyncio.create_task(timed(scene.gateway, request)) for _ in range(DEPTH_MAX)]
+        await soon(lambda: scene.entries() == DEPTH_MAX, "the queue is full", WAIT_SECONDS)
+        for _ in range(MORE):
+            answer = await ask(scene.gateway.url, request)
+            assert (answer.status, answer.code) == (429, "queue_full")
+        assert not any(call.done() for call in calls)
+        waited = [await call for call in calls]
         await soon(lambda: scene.entries() == 0, "their entries are gone with them", LATE_SECONDS)
         assert scene.deepest == DEPTH_MAX
         page = await asyncio.to_thread(scene.gateway.metrics)
         scene.make_room()
         await scene.nothing_is_left()
-    codes = [answer.code for answer, _ in answers]
-    assert (codes.count("queue_full"), codes.count("queue_timeout")) == (CROWD - DEPTH_MAX, DEPTH_MAX)
-    expect_on_time([seconds for answer, seconds in answers if answer.code == "queue_timeout"])
+    assert {(answer.status, answer.code) for answer, _ in waited} == {WAITED_OUT}
+    expect_on_time([seconds for _, seconds in waited])
     assert share_of_quick_refusals(page) > 0.5, "a busy machine holds some up"
 
 
