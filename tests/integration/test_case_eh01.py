@@ -9,7 +9,7 @@ import asyncio
 import math
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +17,7 @@ import anthropic
 import openai
 import pytest
 
-from tests.processes import QUICK_STORE, GatewayProcess, World, wait_until
+from tests.processes import QUICK_STORE, GatewayProcess, World, wait_until, world
 from tests.wire import Answer, Wire, ask, blocks_of, completion, post, soon
 
 pytestmark = pytest.mark.usefixtures("hang_up")
@@ -68,12 +68,15 @@ class Official:
         self.slept.append(seconds)
         self.instead()
 
-    async def ask(self, gateway: GatewayProcess, which: str, request: dict[str, Any]) -> object:
+    async def ask(
+        self, gateway: GatewayProcess, which: str, request: dict[str, Any], key: str = ""
+    ) -> object:
         """The answer.  Raises what the client raises."""
-        return await asyncio.to_thread(self._ask, gateway, CLIENTS[which], request)
+        client = CLIENTS[which](base_url=gateway.url, api_key=key or gateway.key, max_retries=2)
+        return await asyncio.to_thread(self._ask, client, request)
 
-    def _ask(self, gateway: GatewayProcess, client: Any, request: dict[str, Any]) -> object:
-        with client(base_url=gateway.url, api_key=gateway.key, max_retries=2) as made:
+    def _ask(self, client: openai.OpenAI | anthropic.Anthropic, request: dict[str, Any]) -> object:
+        with client as made:
             return made.post("/v1/completions", body=request, cast_to=object)
 
     async def come_back(
@@ -103,13 +106,15 @@ def official(monkeypatch: pytest.MonkeyPatch) -> Official:
     return Official(monkeypatch)
 
 
-def serve(world: World, places: int = 100, limits: dict[str, int] | None = None, **settings: Any) -> GatewayProcess:
-    mock = world.mock("--max-num-seqs", str(places), "--step-base-ms", "1", "--blocks", "8001")
+def serve(
+    here: World, places: int = 100, limits: dict[str, float] | None = None, **settings: Any
+) -> GatewayProcess:
+    mock = here.mock("--max-num-seqs", str(places), "--step-base-ms", "1", "--blocks", "8001")
     replica = {"url": mock.url, "max_num_seqs": places}
     pools = [{"name": "only", "replicas": [replica]}]
     store = QUICK_STORE | settings.pop("store", {})
-    config, (key,) = world.config(pools, {"limits": limits or {}}, store=store, **settings)
-    return world.gateway(config, key)
+    config, (key,) = here.config(pools, {"limits": limits or {}}, store=store, **settings)
+    return here.gateway(config, key)
 
 
 async def hold(gateway: GatewayProcess, output_tokens: int = OUTPUT_TOKENS) -> Wire:
@@ -153,9 +158,9 @@ def leave(wires: list[Wire]) -> None:
         wire.reset()
 
 
-@pytest.mark.parametrize("which", CLIENTS)
-@pytest.mark.parametrize("status", [429, 503])
-@pytest.mark.parametrize("call_seconds", [0.1, 0.8])
+@pytest.mark.parametrize(
+    ("call_seconds", "status", "which"), [(0.1, 429, "openai"), (0.8, 503, "openai"), (0.8, 429, "anthropic")]
+)
 async def test_a_full_queue(
     new_world: World, official: Official, call_seconds: float, status: int, which: str
 ) -> None:
@@ -273,21 +278,26 @@ HOPELESS: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("code", "limits", "request_body"), HOPELESS.values(), ids=HOPELESS)
-async def test_never(
-    new_world: World,
-    official: Official,
-    code: str,
-    limits: dict[str, int],
-    request_body: dict[str, Any],
-) -> None:
+@pytest.fixture(scope="module")
+def caps() -> Iterator[tuple[GatewayProcess, dict[str, str]]]:
+    """A gateway with the key of each hopeless call."""
+    with world() as here:
+        pools = [{"name": "only", "replicas": [{"url": here.mock().url, "max_num_seqs": 10}]}]
+        keys = ({"limits": limits} for _, limits, _ in HOPELESS.values())
+        config, secrets = here.config(pools, *keys, store=QUICK_STORE)
+        yield here.gateway(config, secrets[0]), dict(zip(HOPELESS, secrets, strict=True))
+
+
+@pytest.mark.parametrize("why", HOPELESS)
+async def test_never(caps: tuple[GatewayProcess, dict[str, str]], official: Official, why: str) -> None:
     """No time, and no client tries again."""
-    gateway = serve(new_world, places=10, limits=limits)
-    answer = await ask(gateway.url, post(gateway.key, request_body))
+    gateway, keys = caps
+    code, _, request = HOPELESS[why]
+    answer = await ask(gateway.url, post(keys[why], request))
     assert (answer.status, answer.code) == (400, code)
     assert answer.headers["x-should-retry"] == "false"
     assert not {"retry-after", "retry-after-ms"} & set(answer.headers)
     for which, error in (("openai", openai.BadRequestError), ("anthropic", anthropic.BadRequestError)):
         with pytest.raises(error):
-            await official.ask(gateway, which, request_body)
+            await official.ask(gateway, which, request, keys[why])
     assert official.slept == []

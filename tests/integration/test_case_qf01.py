@@ -16,7 +16,7 @@ import pytest
 import redis
 
 from gateway.ledger.scripts import KEY_NAMES, fleet_keys
-from tests.integration.arrivals import Arrivals, Seen, arriving
+from tests.integration.arrivals import Seen, arriving
 from tests.processes import QUICK_STORE, GatewayProcess, World, sum_of
 from tests.wire import Answer, Wire, ask, blocks_of, completion, post, soon
 
@@ -50,7 +50,7 @@ class Scene:
     """A gateway in front of an engine that is full until `make_room`."""
 
     gateway: GatewayProcess
-    store: "redis.Redis[bytes]"
+    store: redis.Redis
     holders: list[Wire] = field(default_factory=list)
     deepest: int = 0
     """Of the gauge and of the store's own count, as they were ever seen."""

@@ -93,7 +93,9 @@ async def test_larger_than_every_backend(new_world: World, long_prompt: bool) ->
     assert {answer.status for answer in answers} == {200}
     assert {answer.headers["x-kvgate-queue-ms"] for answer in answers} == {"0"}
     assert sum(mock.log()["received"] for mock in mocks) == SMALL_CALLS
-    assert await share_of_quick_refusals(gateway, "context_length_exceeded") > 0.5, "a busy machine holds some up"
+    assert await share_of_quick_refusals(gateway, "context_length_exceeded") > 0.5, (
+        "a busy machine holds some up"
+    )
 
 
 async def test_as_large_as_a_backend(new_world: World) -> None:
@@ -141,7 +143,9 @@ async def fifth_killed(world: World) -> AsyncIterator[GatewayProcess]:
 async def test_the_only_backend_that_is_large_enough_is_down(new_world: World) -> None:
     """The client may come back; what not even that one would hold is hopeless as before."""
     async with fifth_killed(new_world) as gateway:
-        await soon(lambda: states(gateway).count("up") == BACKENDS, "it is known to be down", ANSWERED_SECONDS)
+        await soon(
+            lambda: states(gateway).count("up") == BACKENDS, "it is known to be down", ANSWERED_SECONDS
+        )
         for long_prompt in (True, False):
             expect_come_back(await call(gateway, tokens_of(TOO_LARGE), long_prompt))
         assert (await call(gateway, sum(SMALL))).status == 200

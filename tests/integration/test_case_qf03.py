@@ -1,8 +1,8 @@
 """QF-03: one tenant's backlog delays neither another of its class nor, beyond its class's share, one of a lower class.
 
 The case plays 60 s with 10 places; here every second of it lasts 0.4 s: a call runs 0.4 s, so the engine serves 25 a
-second, A sends 125 a second, B and C one every 0.4 s, all for 24 s, and a call may wait 12 s.  Rates times service time,
-and how many calls B and C send, are those of the case.
+second, A sends 125 a second, B and C one every 0.4 s, all for 24 s, and a call may wait 12 s.  Rates times service
+time, and how many calls B and C send, are those of the case.
 """
 
 import asyncio
@@ -84,9 +84,7 @@ class Traffic:
         status, headers = await wire.head()
         began_at = time.monotonic()
         waited = int(headers.get("x-kvgate-queue-ms", "0")) / 1000
-        self.told.append(
-            Told(number, status, headers.get("x-kvgate-reason", ""), began_at, waited, ahead)
-        )
+        self.told.append(Told(number, status, headers.get("x-kvgate-reason", ""), began_at, waited, ahead))
         if status == 200:
             assert (await wire.events())[-1] == b"data: [DONE]"
         wire.close()
