@@ -196,8 +196,8 @@ def _failed(call: Call, demand: Demand, grant: Grant, failed: UpstreamFailed) ->
     call.tried.append(grant.replica)
     engines = call.fleet.engines
     engines.report_failure(grant.replica, failed.connecting)
-    again = call.status == 0 and len(call.tried) < ATTEMPTS_MAX and engines.others_up(demand.lane, call.tried)
-    if again:
+    may_move = call.status == 0 and len(call.tried) < ATTEMPTS_MAX
+    if may_move and engines.another_can_hold(demand.lane, call.tried, demand.blocks, demand.sequences):
         return call.advance(Event.TIMED_OUT if failed.timed_out else Event.FAILED)
     return call.advance(Event.TIMED_OUT_FOR_GOOD if failed.timed_out else Event.FAILED_FOR_GOOD)
 

@@ -649,7 +649,11 @@ class Books:
         }
         weight = active.setdefault(_flow(call), self._key(call.key).weight)
         in_class = call.blocks + sum(c.blocks for c in waiting)
-        work = ahead + min(in_class, _ceil(own * sum(active.values()), weight))
+        ahead_in_class = min(in_class, _ceil(own * sum(active.values()), weight))
+        share = dict(self._fleet.classes)[call.class_]
+        if share:  # while so much of its class goes, no more of the higher ones goes before it
+            ahead = min(ahead, _ceil(ahead_in_class * CREDIT_SCALE, share))
+        work = ahead + ahead_in_class
         return work * DRAIN_WINDOW_MS // drain
 
     def _expected_wait(self, call: Call) -> int:

@@ -15,6 +15,9 @@ from gateway.core.outcomes import Code, Refusal
 MINUTE_US = 60_000_000
 DAY_US = 24 * 60 * MINUTE_US
 
+PATIENCE_MS = 120_000
+"""OpenAI's clients give up by themselves on what is further away; Anthropic's would sleep through the day."""
+
 REQUESTS = "requests"
 TOKENS = "tokens"
 
@@ -147,7 +150,13 @@ def refusal(taken: Sequence[Charge], bucket: int, left_us: int, retry_ms: int) -
         f"{quota.units_in(left_us)} are left of the key's limits.{quota.name}, which is {quota.limit}"
     )
     left = Left(quota, quota.units_in(left_us), quota.microseconds(quota.capacity) - left_us)
-    return Refusal(Code.QUOTA_EXCEEDED, message, retry_ms=max(retry_ms, 1), headers=tuple(headers([left])))
+    return Refusal(
+        Code.QUOTA_EXCEEDED,
+        message,
+        retry_ms=max(retry_ms, 1),
+        should_retry=None if retry_ms <= PATIENCE_MS else False,
+        headers=tuple(headers([left])),
+    )
 
 
 def lefts(taken: Sequence[Charge], missing_us: Sequence[int]) -> tuple[Left, ...]:

@@ -80,7 +80,8 @@ class ValkeyLedger:
         self.fleet = fleet
         self.now = now
         self.hold_seconds = hold.seconds or reply_seconds
-        self._retry_hint_ms = FIRST_APPOINTMENT_MS
+        self._retry_hints_ms: dict[tuple[str, str], int] = {}
+        """The last appointment in each lane and class."""
         self._url = url
         self._hold = hold
         self._keep_lost = keep_lost
@@ -271,7 +272,8 @@ class ValkeyLedger:
         message = _words(code, knob, measured, limit, admission)
         if code in HOPELESS:
             return Refusal(code, message, should_retry=False)
-        retry_ms = self._retry_hint_ms = max(retry_ms, 1)
+        retry_ms = max(retry_ms, 1)
+        self._retry_hints_ms[admission.lane, admission.class_] = retry_ms
         refusal = Refusal(code, message, retry_ms=retry_ms)
         if code is Code.QUEUE_FULL:
             self._remember((admission.lane, admission.class_, admission.key), refusal, CACHE_SECONDS)
@@ -304,7 +306,10 @@ class ValkeyLedger:
 
     def displaced_refusal(self, admission: Admission) -> Refusal:
         message = _words(Code.QUEUE_FULL, "displaced", 0, 0, admission)
-        return Refusal(Code.QUEUE_FULL, message, retry_ms=self._retry_hint_ms)
+        return Refusal(Code.QUEUE_FULL, message, retry_ms=self._retry_hint_ms(admission))
+
+    def _retry_hint_ms(self, admission: Admission) -> int:
+        return self._retry_hints_ms.get((admission.lane, admission.class_), FIRST_APPOINTMENT_MS)
 
     def waited_out_refusal(self, waited_ms: int, admission: Admission) -> Refusal:
         limit_ms = admission.wait_ms
@@ -312,7 +317,7 @@ class ValkeyLedger:
             f"waited {waited_ms} ms in the queue, the longest allowed (queue.seconds_max, or the request's own "
             f"deadline) is {limit_ms} ms"
         )
-        return Refusal(Code.QUEUE_TIMEOUT, message, retry_ms=self._retry_hint_ms)
+        return Refusal(Code.QUEUE_TIMEOUT, message, retry_ms=self._retry_hint_ms(admission))
 
     # -- what the keeper asks for --------------------------------------------------------------------------------
 

@@ -86,8 +86,8 @@ class Engines(Protocol):
         """Empty for a replica that is not known."""
         ...
 
-    def others_up(self, lane: str, tried: Sequence[str]) -> bool:
-        """Whether a replica of the lane answers that was not tried yet."""
+    def another_can_hold(self, lane: str, tried: Sequence[str], blocks: int, sequences: int) -> bool:
+        """Whether a replica of the lane answers, is large enough and was not tried yet."""
         ...
 
     def report_failure(self, replica: str, connecting: bool) -> None:

@@ -72,12 +72,12 @@ class WatchedEngines:
     def pool(self, replica: str) -> str:
         return self._pools.get(replica) or self._pools_before.get(replica, "")
 
-    def others_up(self, lane: str, tried: Sequence[str]) -> bool:
+    def another_can_hold(self, lane: str, tried: Sequence[str], blocks: int, sequences: int) -> bool:
         pools = self._plan.lanes[lane]
         return any(
-            self._watch.is_up(name)
-            for name, pool in self._pools.items()
-            if pool in pools and name not in tried
+            state.up and _can_hold(state.shape, blocks, sequences)
+            for state in self._watch.states()
+            if state.spec.pool in pools and state.spec.name not in tried
         )
 
     def report_failure(self, replica: str, connecting: bool) -> None:
@@ -127,6 +127,10 @@ def _largest_limit(replicas: Sequence[ReplicaConfig]) -> int:
 def blocks_limit(num_gpu_blocks: int, safe_fraction: float) -> int:
     """Blocks to hand out: `floor((num_gpu_blocks - 1) x safe_fraction)`; one block is the engine's null block."""
     return math.floor((num_gpu_blocks - 1) * Fraction(str(safe_fraction)))
+
+
+def _can_hold(shape: ReplicaShape | None, blocks: int, sequences: int) -> bool:
+    return shape is not None and blocks < shape.num_gpu_blocks and sequences <= shape.max_num_seqs
 
 
 def _replica_config(state: ReplicaState, safe_fraction: float) -> ReplicaConfig:

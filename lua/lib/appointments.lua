@@ -1,7 +1,7 @@
 --- @include "lib/flows"
 --- @include "lib/drain"
 -- When a waiting call may hope to start and a refused one should come back.
-local APPOINTMENT_MAX_MS = 60000
+local APPOINTMENT_MAX_MS, SHARE_SCALE = 60000, 1000
 
 local function lane_drain(lane)
   local total = 0
@@ -30,6 +30,9 @@ local function predicted_wait(call, rate)
   end
   local own = call.blocks + flow.blocks
   local ahead_in_class = math.min(call.blocks + line.blocks, books.ceil_div(own * weights, weight))
+  local share = books.config.shares[call.class]
+  -- While so much of its class goes, no more of the higher ones goes before it.
+  if share > 0 then ahead = math.min(ahead, books.ceil_div(ahead_in_class * SHARE_SCALE, share)) end
   return math.floor((ahead + ahead_in_class) * drain.WINDOW_MS / rate)
 end
 

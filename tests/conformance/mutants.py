@@ -67,6 +67,7 @@ MUTANTS: dict[str, tuple[str, str]] = {
     "a wait is predicted before the drain was measured": ("books.meta.clock - since < drain.WINDOW_MS", "false"),
     "the lane's first waiter is not noted": ("  note_since(call, books.meta.clock)\n", ""),
     "the lane's last waiter stays": ("    note_since(call, -1)\n", ""),
+    "a class's share is not foreseen": ("if share > 0 then ahead", "if false then ahead"),
     "early refusals behind a closed gate": ("if wait <= wait_ms or books.meta.opens_at > 0 then return nil end", "if wait <= wait_ms then return nil end"),
     "nobody makes room in a full queue": ("return own + call.blocks < tonumber(blocks) and key or nil", "return nil"),
     "an equal key makes room": ("return own + call.blocks < tonumber(blocks) and key or nil", "return own < tonumber(blocks) and key or nil"),

@@ -183,13 +183,22 @@ def test_where_a_replica_is(watch: Watch) -> None:
 def test_another_replica_is_one_of_the_lane_that_is_up_and_was_not_tried(watch: Watch) -> None:
     made = engines(watch)
     watch.set("a")
-    assert not made.others_up("short", ["a"])
+    assert not made.another_can_hold("short", ["a"], 1, 1)
     watch.set("b", up=False)
-    assert not made.others_up("short", ["a"])
+    assert not made.another_can_hold("short", ["a"], 1, 1)
     watch.set("c")
-    assert made.others_up("short", ["a"])
-    assert not made.others_up("long", ["c"])
-    assert made.others_up("long", [])
+    assert made.another_can_hold("short", ["a"], 1, 1)
+    assert not made.another_can_hold("long", ["c"], 1, 1)
+    assert made.another_can_hold("long", [], 1, 1)
+
+
+def test_another_replica_is_large_enough(watch: Watch) -> None:
+    made = engines(watch)
+    watch.set("a")
+    watch.set("b", num_gpu_blocks=101, max_num_seqs=4)
+    assert made.another_can_hold("short", ["a"], 100, 4)
+    assert not made.another_can_hold("short", ["a"], 101, 4)
+    assert not made.another_can_hold("short", ["a"], 100, 5)
 
 
 def test_failures_go_to_the_watch(watch: Watch) -> None:
@@ -210,7 +219,7 @@ async def test_the_real_watch_knows_its_replicas_before_they_answer() -> None:
         scraper=Scraper(),
     )
     made = WatchedEngines(plan(pools=(("short", None),), lanes={"short": ("short",)}), watch)
-    assert (made.url("a"), made.pool("a"), made.others_up("short", [])) == (
+    assert (made.url("a"), made.pool("a"), made.another_can_hold("short", [], 1, 1)) == (
         "http://127.0.0.1:1",
         "short",
         False,

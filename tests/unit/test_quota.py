@@ -91,7 +91,9 @@ def test_a_refusal_names_the_limit_and_the_true_time() -> None:
         "the request may take 100 prompt tokens, "
         "38 are left of the key's limits.prompt_tokens_per_minute, which is 1000"
     )
-    assert refusal.retry_ms == 37_200
+    assert (refusal.retry_ms, refusal.should_retry) == (37_200, None)
+    later = quota.refusal([Charge(tokens, 100)], 2, 0, 120_001)
+    assert (later.retry_ms, later.should_retry) == (120_001, False)
     assert dict(refusal.headers) == {
         b"x-ratelimit-limit-tokens": b"1000",
         b"x-ratelimit-remaining-tokens": b"38",
