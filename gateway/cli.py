@@ -1,16 +1,14 @@
-"""The command line: `kvgate serve | mock | loadtest | check-config | verify | new-key`."""
+"""The command line: `kvgate serve | mock | loadtest | check-config | verify | keys`."""
 
 import argparse
 import asyncio
 import os
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from gateway import __version__
+from gateway import __version__, keys
 from gateway.config import (
-    KEY_NAME,
     ConfigError,
     KeyEntry,
     Settings,
@@ -19,7 +17,6 @@ from gateway.config import (
     load_secrets,
     without_password,
 )
-from gateway.http.auth import new_key
 from gateway.ledger.embedded import EmbeddedStoreError
 from gateway.ledger.verify import NotVerified, Report, verify
 from gateway.loadtest import command as loadtest
@@ -91,9 +88,8 @@ def _parser() -> argparse.ArgumentParser:
     verify_.add_argument("--fleet", metavar="NAME", help="this fleet only")
     verify_.set_defaults(run=_verify)
 
-    key = commands.add_parser("new-key", help="make an API key and the entry for the keys file")
-    key.add_argument("name", help="what logs and metrics call it")
-    key.set_defaults(run=_new_key)
+    keys_ = commands.add_parser("keys", help="make, list, rotate and revoke API keys in a keys file")
+    keys.add_arguments(keys_)
     return parser
 
 
@@ -128,20 +124,20 @@ def _loadtest(parsed: argparse.Namespace) -> int:
 
 def _check_config(parsed: argparse.Namespace) -> int:
     settings = load(parsed.file, os.environ)
-    keys = ""
+    counted = ""
     if settings.auth.keys_file:
         found = load_keys(Path(settings.auth.keys_file), [class_.name for class_ in settings.classes])
         _check_models(found, settings)
-        keys = f", {len(found)} {'key' if len(found) == 1 else 'keys'}"
+        counted = f", {len(found)} {'key' if len(found) == 1 else 'keys'}"
     fleets = ", ".join(fleet.name for fleet in settings.fleets)
-    print(f"{parsed.file}: good. Fleets: {fleets}; store: {without_password(settings.store.url)}{keys}")
+    print(f"{parsed.file}: good. Fleets: {fleets}; store: {without_password(settings.store.url)}{counted}")
     return 0
 
 
-def _check_models(keys: Sequence[KeyEntry], settings: Settings) -> None:
+def _check_models(entries: Sequence[KeyEntry], settings: Settings) -> None:
     """A key for a model that no fleet has would be of no use; while the gateway runs it does no harm either."""
     known = {model for fleet in settings.fleets for model in fleet.models}
-    for number, key in enumerate(keys):
+    for number, key in enumerate(entries):
         for model in set(key.models or ()) - known:
             raise ConfigError(f"keys[{number}].models", f"no fleet has the model `{model}`")
 
@@ -185,13 +181,3 @@ def _report_lines(report: Report) -> list[str]:
             f"{report.waiting} waiting"
         )
     return told
-
-
-def _new_key(parsed: argparse.Namespace) -> int:
-    """Quoted in YAML, where a name like `1` or `null` would be no text."""
-    if not re.match(KEY_NAME, parsed.name):
-        raise ConfigError("name", "1 to 64 of the characters A-Z a-z 0-9 . _ - are needed")
-    secret, digest = new_key()
-    entry = f'- {{name: "{parsed.name}", sha256: "{digest}"}}'
-    print(f"key (shown only now): {secret}\n\nentry for the keys file:\n{entry}")
-    return 0

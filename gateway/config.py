@@ -25,7 +25,8 @@ NAME_LENGTH_MAX = 40
 SERVERS_MAX = 16
 """Sentinels, or nodes of a cluster, that `store.url` may name."""
 
-Name = Annotated[str, Meta(pattern=rf"\A[a-z0-9-]{{1,{NAME_LENGTH_MAX}}}\Z")]
+NAME = rf"\A[a-z0-9-]{{1,{NAME_LENGTH_MAX}}}\Z"
+Name = Annotated[str, Meta(pattern=NAME)]
 NameOrDefault = Annotated[str, Meta(pattern=rf"\A[a-z0-9-]{{0,{NAME_LENGTH_MAX}}}\Z")]
 KEY_NAME = r"\A[A-Za-z0-9._-]{1,64}\Z"
 KeyName = Annotated[str, Meta(pattern=KEY_NAME)]
@@ -231,7 +232,7 @@ class Secrets:
 
 def load(path: Path, environ: Mapping[str, str]) -> Settings:
     """Read and check the configuration; raises ConfigError."""
-    document = _Document.read(path)
+    document = _Document.of(text_of(path), path.name)
     try:
         raw = _section(document.value)
         _normalise(raw)
@@ -245,12 +246,17 @@ def load(path: Path, environ: Mapping[str, str]) -> Settings:
     return replace(settings, store=_with_ca_file(settings.store))
 
 
-def load_keys(path: Path, classes: Collection[str]) -> tuple[KeyEntry, ...]:
-    """Read and check the keys file; `classes` are the configured names.  Raises ConfigError.
+def load_keys(path: Path, classes: Collection[str] | None) -> tuple[KeyEntry, ...]:
+    """Read and check the keys file; `classes` are the configured names, None = not known.  Raises ConfigError.
 
     The file is a list of keys or `{keys: [...]}`.  An empty file means that no key is valid.
     """
-    document = _Document.read(path)
+    return parse_keys(text_of(path), path.name, classes)
+
+
+def parse_keys(text: str, name: str, classes: Collection[str] | None) -> tuple[KeyEntry, ...]:
+    """As `load_keys`, of the text of a file; `name` is what messages call it."""
+    document = _Document.of(text, name)
     try:
         raw = {"keys": document.value} if isinstance(document.value, list) else _section(document.value)
         raw["keys"] = [] if raw.get("keys") is None else raw["keys"]
@@ -282,6 +288,19 @@ def without_password(url: str) -> str:
 # Reading ----------------------------------------------------------------------------------------------------
 
 
+BYTE_ORDER_MARK = "\ufeff"
+
+
+def text_of(path: Path) -> str:
+    """What a file holds, its line ends and its byte order mark included; raises ConfigError."""
+    try:
+        return path.read_bytes().decode()
+    except OSError as error:
+        raise ConfigError(str(path), f"cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(str(path), f"is not UTF-8 at byte {error.start}") from None
+
+
 class _Document:
     """One YAML file with the places of its values."""
 
@@ -293,15 +312,9 @@ class _Document:
         self._node = node
 
     @classmethod
-    def read(cls, path: Path) -> "_Document":
-        try:
-            text = path.read_text(encoding="utf-8-sig")
-        except OSError as error:
-            raise ConfigError(str(path), f"cannot be read: {error.strerror}") from None
-        except UnicodeDecodeError as error:
-            raise ConfigError(str(path), f"is not UTF-8 at byte {error.start}") from None
-        value, node = _parse(text, path.name)
-        return cls(path.name, value, node)
+    def of(cls, text: str, name: str) -> "_Document":
+        value, node = parse_yaml(text.removeprefix(BYTE_ORDER_MARK), name)
+        return cls(name, value, node)
 
     def where(self, path: str) -> str:
         """Where the value at fault came from, as the end of a message."""
@@ -333,9 +346,15 @@ def _child(node: yaml.Node | None, part: str) -> yaml.Node | None:
     return None
 
 
-def _parse(text: str, name: str) -> tuple[Any, yaml.Node | None]:
+LOADER: type[yaml.SafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def parse_yaml(text: str, name: str) -> tuple[Any, yaml.Node | None]:
     """Plain values (dates as ISO text, nothing shared between anchors) and the node tree with its lines."""
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text)
+    try:
+        loader = LOADER(text)
+    except (yaml.YAMLError, ValueError):  # characters that YAML has not, or none at all
+        raise ConfigError("", f"{name}: not YAML that settings can be read from") from None
     try:
         node = loader.get_single_node()
         _check_node(node, name, frozenset(), {})
@@ -488,7 +507,7 @@ def _by_number(variable: str) -> list[tuple[int, str]]:
 
 def _scalar(variable: str, text: str) -> Any:
     try:
-        value, _ = _parse(text, variable)
+        value, _ = parse_yaml(text, variable)
     except ConfigError:
         raise ConfigError(variable, "is not a plain YAML value; quote it") from None
     if isinstance(value, dict | list):
@@ -897,15 +916,19 @@ def _moment(text: str) -> datetime | None:
         return None
 
 
-def _check_keys(keys: tuple[KeyEntry, ...], classes: Collection[str]) -> None:
+def _check_keys(keys: tuple[KeyEntry, ...], classes: Collection[str] | None) -> None:
     _unique("keys[{}].name", (key.name for key in keys), "key")
     hashes: dict[str, int] = {}
     for i, key in enumerate(keys):
         if key.sha256 in hashes:
             raise ConfigError(f"keys[{i}].sha256", f"is also that of keys[{hashes[key.sha256]}]")
         hashes[key.sha256] = i
-        if key.class_ not in classes:
+        if classes is not None and key.class_ not in classes:
             raise ConfigError(f"keys[{i}].class", f"unknown class, known are {', '.join(classes)}")
+        if not re.match(NAME, key.class_):
+            raise ConfigError(
+                f"keys[{i}].class", f"1 to {NAME_LENGTH_MAX} of the characters a-z 0-9 - are needed"
+            )
     names = {key.name: key.group for key in keys}
     for i, key in enumerate(keys):
         if key.group in names and names[key.group] != key.group:

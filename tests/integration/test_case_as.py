@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from gateway.cli import main
 from gateway.core.outcomes import Code
 from gateway.http.auth import new_key
 from tests.processes import GatewayProcess, Mock, World, wait_until, world
@@ -444,6 +445,39 @@ async def test_a_change_of_the_keys_file_counts_within_a_second(new_world: World
     await counts(lambda: _write(path, []), first, 401)
     answer = await ask(gateway.url, post(first, BODY))
     assert answer.code == Code.INVALID_API_KEY
+
+
+async def test_a_gateway_follows_the_keys_commands(
+    new_world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Created, rotated and revoked by `kvgate keys`; a stream that runs when its key goes gets to its end."""
+    mock = new_world.mock()
+    config, (first,) = new_world.config([{"name": "only", "replicas": [mock.url]}], store=QUICK)
+    gateway = new_world.gateway(config, first)
+
+    def keys(*arguments: str) -> str:
+        assert main(["keys", *arguments, "--file", str(new_world.folder / "keys.yaml")]) == 0
+        return capsys.readouterr().out.splitlines()[-1]
+
+    async def counts(key: str, expected: int) -> None:
+        until = time.monotonic() + 2 * RELOAD_SECONDS
+        while (found := (await ask(gateway.url, post(key, BODY))).status) != expected:
+            assert time.monotonic() < until, found
+
+    created = keys("create", "alice", "--limit", "requests_max=9")
+    await counts(created, 200)
+    rotated = keys("rotate", "alice")
+    await counts(created, 401)
+    await counts(rotated, 200)
+    stream = await Wire.open(gateway.url)
+    await stream.send(post(rotated, completion(16, 200, stream=True)))
+    assert (await stream.head())[0] == 200
+    keys("revoke", "alice")
+    await counts(rotated, 401)
+    assert gateway.state()["leases"] == 1, "the stream still runs"
+    assert (await stream.events())[-1] == b"data: [DONE]"
+    stream.close()
+    await counts(first, 200)
 
 
 def _write(path: Path, rows: list[dict[str, object]]) -> None:

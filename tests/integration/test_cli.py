@@ -1,8 +1,10 @@
 """The command line: what an operator is told, in one line and with an exit status, when something is wrong."""
 
 import contextlib
+import hashlib
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -12,10 +14,11 @@ from typing import Any
 
 import httpx
 import pytest
+from msgspec.structs import replace
 
 from gateway import __version__
 from gateway.cli import main
-from gateway.config import load_keys
+from gateway.config import KeyEntry, Limits, load_keys
 from tests.processes import World, free_port, wait_until
 
 REPLICA = "http://127.0.0.1:9"
@@ -88,13 +91,21 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
     assert ended.value.code == 0
     text = capsys.readouterr().out
-    for command in ("serve", "mock", "check-config", "new-key"):
+    for command in ("serve", "mock", "check-config", "keys"):
         assert command in text
 
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["nope"], ["serve"], ["serve", "--demo", "--config", "x"], ["check-config"], ["new-key"]],
+    [
+        [],
+        ["nope"],
+        ["serve"],
+        ["serve", "--demo", "--config", "x"],
+        ["check-config"],
+        ["keys"],
+        ["keys", "list"],
+    ],
 )
 def test_a_wrong_command_line_is_a_usage_error(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
@@ -179,42 +190,117 @@ def test_the_environment_overrides_and_is_checked_too(
     assert "KVGATE_STORE__NOPE" in problem(capsys, "check-config", config)
 
 
-# -- new-key ---------------------------------------------------------------------------------------------------------
+# -- keys ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_new_key_goes_into_the_keys_file_as_it_is_printed(new_world: World) -> None:
-    done = run("new-key", "alice")
-    assert (done.returncode, done.stderr) == (0, "")
-    (first, *rest) = done.stdout.splitlines()
-    secret = first.rsplit(" ", 1)[1]
-    entry = next(line for line in rest if line.startswith("- "))
-    assert secret not in entry
-    mock = new_world.mock("--speed", "inf")
-    config, _ = new_world.config([{"name": "only", "replicas": [mock.url]}], store={"heartbeat_seconds": 0.2})
-    (new_world.folder / "keys.yaml").write_text(entry + "\n")
-    gateway = new_world.gateway(config, secret)
-    body = {"model": "demo", "prompt": "hi"}
-    assert gateway.client.post("/v1/completions", json=body).status_code == 200
-    other = {"authorization": f"Bearer {secret[:-1]}"}
-    assert gateway.client.post("/v1/completions", json=body, headers=other).status_code == 401
+def keys(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[str]:
+    """The lines that a good command prints."""
+    assert main(["keys", *map(str, arguments)]) == 0
+    output = capsys.readouterr()
+    assert output.err == ""
+    return output.out.splitlines()
 
 
-def test_two_new_keys_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    printed = []
-    for name in ("alice", "1", "null"):
-        assert main(["new-key", name]) == 0
-        printed.append(capsys.readouterr().out)
-    entries = [line for text in printed for line in text.splitlines() if line.startswith("- ")]
-    keys = load_keys(written(tmp_path / "keys.yaml", "\n".join(entries)), ["normal"])
-    assert [key.name for key in keys] == ["alice", "1", "null"]
-    assert keys[0].sha256 != keys[1].sha256
+def sha256_of(secret: str) -> str:
+    return hashlib.sha256(secret.encode()).hexdigest()
+
+
+def test_the_printed_entries_are_a_keys_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    printed = [keys(capsys, "create", name) for name in ("alice", "1", "null")]
+    entries = [line for lines in printed for line in lines if line.startswith("- ")]
+    found = load_keys(written(tmp_path / "keys.yaml", "\n".join(entries)), ["normal"])
+    assert [key.name for key in found] == ["alice", "1", "null"]
+    assert [key.sha256 for key in found] == [sha256_of(lines[-1]) for lines in printed]
+    assert all(sum(lines[-1] in line for line in lines) == 1 for lines in printed), "shown once"
+
+
+def test_a_key_from_its_making_to_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "keys.yaml"
+    options = [
+        "--class", "low", "--weight", 3, "--group", "g", "--models", "demo,other", "--expires", "2027-01-31",
+        "--limit", "requests_max=5", "--limit", "minute_burst=0.25",
+    ]  # fmt: skip
+    first = keys(capsys, "create", "alice", "--file", file, *options)[-1]
+    keys(capsys, "create", "bob", "--file", file)
+    alice, _ = load_keys(file, ["low", "normal"])
+    limits = Limits(requests_max=5, minute_burst=0.25)
+    assert alice == KeyEntry(
+        name="alice", sha256=sha256_of(first), class_="low", weight=3, group="g", models=("demo", "other"),
+        limits=limits, expires_ms=1_801_353_600_000,
+    )  # fmt: skip
+    second = keys(capsys, "rotate", "alice", "--file", file)[-1]
+    assert load_keys(file, None)[0] == replace(alice, sha256=sha256_of(second))
+    head, row, other = (re.split(r" {2,}", line) for line in keys(capsys, "list", "--file", file))
+    assert head == ["NAME", "CLASS", "WEIGHT", "GROUP", "LIMITS", "EXPIRES", "SHA256"]
+    shown = sha256_of(second)[:8]
+    assert row == [
+        "alice",
+        "low",
+        "3",
+        "g",
+        "requests_max=5,minute_burst=0.25",
+        "2027-01-31T00:00:00Z",
+        shown,
+    ]
+    assert other[:6] == ["bob", "normal", "1", "-", "-", "-"]
+    assert any("running streams go on" in line for line in keys(capsys, "revoke", "alice", "--file", file))
+    assert [key.name for key in load_keys(file, None)] == ["bob"]
+
+
+@pytest.mark.parametrize("expires", ["0001-01-01T00:00:00+05:00", "9999-12-31T23:59:59-05:00"])
+def test_a_list_shows_any_date_that_a_file_may_have(
+    expires: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = written(tmp_path / "keys.yaml", [{"name": "a", "sha256": "0" * 64, "expires": expires}])
+    assert len(keys(capsys, "list", "--file", file)) == 2
 
 
 @pytest.mark.parametrize("name", ["", "a:b", "a b", "x, class: high", "@group", "né", "y" * 300])
 def test_a_name_that_the_keys_file_would_refuse_is_refused(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "name" in problem(capsys, "new-key", name)
+    assert "name" in problem(capsys, "keys", "create", name)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--class", "No"], "class: 1 to 40"),
+        (["--weight", "0"], "weight: expected whole number >= 1"),
+        (["--group", "a b"], "group: expected"),
+        (["--models", "a,,b"], "models[1]: expected"),
+        (["--models", "\udcff"], "models: has characters"),
+        (["--limit", "nope=1"], "--limit: there is no limit `nope`"),
+        (["--limit", "blocks_max"], "--limit blocks_max: a number like 50"),
+        (["--limit", "blocks_max=0"], "limits.blocks_max: expected whole number >= 1"),
+        (["--limit", "blocks_max=1.5"], "limits.blocks_max: expected"),
+        (["--limit", "blocks_max=1", "--limit", "blocks_max=2"], "--limit: blocks_max is given twice"),
+        (["--expires", "tomorrow"], "expires: has to be a date"),
+    ],
+)
+def test_a_bad_option_is_named_and_nothing_written(
+    options: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert told in problem(capsys, "keys", "create", "alice", "--file", tmp_path / "keys.yaml", *options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_that_is_there_or_is_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = written(tmp_path / "keys.yaml", [{"name": "a", "sha256": "0" * 64}])
+    before = file.read_bytes()
+    assert "a: is in keys.yaml already (line 1)" in problem(capsys, "keys", "create", "a", "--file", file)
+    for command in ("rotate", "revoke"):
+        assert "b: is not in keys.yaml" in problem(capsys, "keys", command, "b", "--file", file)
+    assert file.read_bytes() == before
+    assert "nowhere.yaml" in problem(capsys, "keys", "list", "--file", tmp_path / "nowhere.yaml")
+
+
+def test_the_environment_is_no_yaml(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bytes that are no text, in a setting: one line, as anything else that is wrong."""
+    monkeypatch.setenv("KVGATE_LOG__LEVEL", "\udcff")
+    assert "KVGATE_LOG__LEVEL" in problem(capsys, "check-config", config)
 
 
 # -- serve -----------------------------------------------------------------------------------------------------------
