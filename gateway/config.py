@@ -288,9 +288,6 @@ def without_password(url: str) -> str:
 # Reading ----------------------------------------------------------------------------------------------------
 
 
-BYTE_ORDER_MARK = "\ufeff"
-
-
 def text_of(path: Path) -> str:
     """What a file holds, its line ends and its byte order mark included; raises ConfigError."""
     try:
@@ -313,7 +310,7 @@ class _Document:
 
     @classmethod
     def of(cls, text: str, name: str) -> "_Document":
-        value, node = parse_yaml(text.removeprefix(BYTE_ORDER_MARK), name)
+        value, node = parse_yaml(text, name)
         return cls(name, value, node)
 
     def where(self, path: str) -> str:

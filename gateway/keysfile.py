@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from gateway.config import BYTE_ORDER_MARK, LOADER, ConfigError, parse_keys, parse_yaml, text_of
+from gateway.config import LOADER, ConfigError, parse_keys, parse_yaml, text_of
 
 Cut = tuple[int, int]
 """Characters to take out of a text: the first, and the one after the last."""
@@ -136,9 +136,8 @@ class _Layout:
         node = self._entry(number)
         if node is None:
             return None
-        value = [value for key, value in node.value if key.value == "sha256"][
-            -1
-        ]  # what was merged in comes first
+        # What was merged in comes before what the entry itself says.
+        *_, value = (value for key, value in node.value if key.value == "sha256")
         start, end = value.start_mark.index, value.end_mark.index
         return f'{self.text[:start]}"{digest}"{self.text[end:]}'
 
@@ -327,6 +326,7 @@ def _value(value: Any, json_keys: bool = False) -> str:
 # Files ------------------------------------------------------------------------------------------------------
 
 NEW_FILE_MODE = 0o600
+BYTE_ORDER_MARK = "\ufeff"
 
 
 def edit(path: Path, change: Callable[[str], str], create: bool = False) -> None:

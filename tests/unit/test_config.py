@@ -394,6 +394,20 @@ def test_an_empty_file_has_no_keys(tmp_path: Path, content: str) -> None:
     assert keys_of(tmp_path, content) == ()
 
 
+def test_line_ends_and_mark_of_another_system(tmp_path: Path) -> None:
+    (key,) = keys_of(tmp_path, f"\ufeff# ours\r\n- name: a\r\n  sha256: {digest('a')}\r\n")
+    assert (key.name, key.sha256) == ("a", digest("a"))
+
+
+def test_any_well_formed_class_is_good_where_classes_are_not_known(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_text(f"- {{name: a, sha256: {digest('a')}, class: gold}}\n")
+    assert [key.class_ for key in load_keys(path, None)] == ["gold"]
+    path.write_text(f"- {{name: a, sha256: {digest('a')}, class: Gold}}\n")
+    with pytest.raises(ConfigError, match=r"keys\[0\].class: 1 to 40 of the characters"):
+        load_keys(path, None)
+
+
 @pytest.mark.parametrize("wrap", [lambda keys: keys, lambda keys: {"keys": keys}])
 def test_keys_are_read(tmp_path: Path, wrap: Any) -> None:
     entry = {"name": "team.a", "sha256": digest("a"), "class": "low", "weight": 5, "models": ["demo"]}

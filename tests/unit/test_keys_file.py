@@ -297,6 +297,8 @@ def test_a_key_is_written_as_the_others_are(old: str, new: str) -> None:
         (LINES, "b", f"[\n  {{name: a, sha256: {A}}}  # first\n]\n"),
         (f"[{{name: a, sha256: {A}}}, {{name: b, sha256: {B}}}]", "a", f"[{{name: b, sha256: {B}}}]"),
         (f"[{{name: a, sha256: {A}}}, {{name: b, sha256: {B}}}]", "b", f"[{{name: a, sha256: {A}}}]"),
+        (f"[\n  {{name: a, sha256: {A}}},\n  {{name: b, sha256: {B}}}]\n", "b", f"[\n  {{name: a, sha256: {A}}}\n]\n"),
+        (f"[\n  {{name: a, sha256: {A}}}, {{name: b, sha256: {B}}}]\n", "a", f"[\n  {{name: b, sha256: {B}}}]\n"),
         (f"keys: [{{name: a, sha256: {A}}}]\n", "a", "keys: []\n"),
         (f"# a\n- name: a\n  sha256: |-\n    {A}\n# b\n- {{name: b, sha256: {B}}}\n", "a",
          f"# a\n# b\n- {{name: b, sha256: {B}}}\n"),
@@ -313,6 +315,12 @@ def test_a_key_goes_with_its_lines(old: str, name: str, new: str) -> None:
 )
 def test_a_layout_that_it_cannot_edit_is_told(text: str) -> None:
     assert "by hand only: paste" in problem(keysfile.with_key, text, FILE, {"name": "c", "sha256": C})
+
+
+def test_json_stays_json() -> None:
+    rows = [row("a", limits={"blocks_max": 5})]
+    new = row("c", models=["demo"], limits={"blocks_max": 6, "minute_burst": 0.5})
+    assert json.loads(keysfile.with_key(json.dumps(rows), FILE, new)) == [*rows, new]
 
 
 ANCHORED = (
