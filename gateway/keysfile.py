@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from gateway.config import LOADER, ConfigError, parse_keys, parse_yaml, text_of
+from gateway.config import LOADER, ConfigError, KeyEntry, parse_keys, parse_yaml, text_of
 
 Cut = tuple[int, int]
 """Characters to take out of a text: the first, and the one after the last."""
@@ -59,11 +59,10 @@ def without_key(text: str, file: str, name: str) -> str:
     rows = [row for other, row in enumerate(layout.rows) if other != number]
     by_hand = f"take the entry on line {layout.line_of(name)} out"
     edited = _checked(layout.removed(number), rows, file, by_hand)
-    before = parse_keys(text, file, None)
-    if not set(parse_keys(edited, file, None)) <= set(before):
+    if not set(parse_keys(edited, file, None)) <= set(layout.keys):
         raise ConfigError(
             name,
-            f"its group {before[number].group!r} has its limits from this entry: write them to another one of the "
+            f"its group {layout.keys[number].group!r} has its limits from this entry: write them to another one of the "
             "group first (`keys rotate` ends the secret at once)",
         )
     return edited
@@ -101,19 +100,21 @@ class _Layout:
 
     text: str
     file: str
+    keys: Sequence[KeyEntry]
     rows: Sequence[Mapping[str, Any]]
+    """The same as the file has them."""
     top: yaml.Node | None
     places: "_Places"
 
     @classmethod
     def of(cls, text: str, file: str) -> "_Layout":
-        parse_keys(text, file, None)
+        keys = parse_keys(text, file, None)
         value, top = parse_yaml(text, file)
-        return cls(text, file, _rows(value), top, _Places.of(text))
+        return cls(text, file, keys, _rows(value), top, _Places.of(text))
 
     @property
     def names(self) -> list[str]:
-        return [str(row["name"]) for row in self.rows]
+        return [key.name for key in self.keys]
 
     def number_of(self, name: str) -> int:
         if name not in self.names:
