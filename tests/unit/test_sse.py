@@ -297,6 +297,8 @@ def test_unbelievable_usage_is_no_usage(usage: object) -> None:
         (b'{"error":null,"choices":[]}', None, None),
         (b'{"choices":[{"logprobs":NaN,"finish_reason":"abort"}]}', None, Failure.ABORTED),
         (b'{"choices":"?","usage":{"prompt_tokens":3}}', Usage(3, None), None),
+        (b'{"choices":["\\ud800"],"usage":{"prompt_tokens":3}}', Usage(3, None), None),
+        (b'{"choices":[{"\\ud800":1}],"error":{"message":"x"}}', None, Failure.ERROR),
         (b"[1]", None, Failure.NOT_JSON),
         (b"<html>", None, Failure.NOT_JSON),
         (b"", None, Failure.NOT_JSON),
