@@ -767,7 +767,7 @@ class Books:
             left = capacity - self._missing(key, bucket)
             if cost - left > longest:
                 longest = cost - left
-                refusal = ["refused", "quota_exceeded", "quota", bucket, max(left, 0), _ceil(longest, 1000)]
+                refusal = ["refused", "quota_exceeded", "quota", bucket, left, _ceil(longest, 1000)]
         return refusal
 
     def _pay_quotas(self, call: Call, charge: Sequence[int]) -> list[int]:

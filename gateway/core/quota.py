@@ -82,7 +82,9 @@ class Charge(msgspec.Struct, frozen=True):
 
     @property
     def microseconds(self) -> int:
-        return self.quota.microseconds(self.units)
+        """Rounded down: as many calls as a full bucket holds fit into it together, and less than a microsecond of the
+        window is given away with each."""
+        return self.units * BUCKETS[self.quota.bucket][2] // self.quota.limit
 
 
 class Left(msgspec.Struct, frozen=True):
@@ -135,14 +137,14 @@ def corrections(taken: Sequence[Charge], really: Units) -> list[int]:
     """For the ledger: bucket, microseconds that were charged too little (negative: too much)..."""
     flat = []
     for charge in taken:
-        difference = charge.quota.microseconds(getattr(really, charge.quota.counts)) - charge.microseconds
+        difference = Charge(charge.quota, getattr(really, charge.quota.counts)).microseconds - charge.microseconds
         if difference:
             flat += [charge.quota.bucket, difference]
     return flat
 
 
 def refusal(taken: Sequence[Charge], bucket: int, left_us: int, retry_ms: int) -> Refusal:
-    """In words; the time is the true one."""
+    """In words; the time is the true one.  `left_us` is negative where more was used than the bucket holds."""
     charge = next(charge for charge in taken if charge.quota.bucket == bucket)
     quota = charge.quota
     message = (

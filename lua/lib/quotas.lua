@@ -14,14 +14,15 @@ local function missing(key, bucket)
 end
 
 -- charge: of each quota its bucket, what the call takes of it, and what it holds when it is full.  Of several that it
--- does not fit, the refusal names the one that it takes longest to wait for; nil = it fits.
+-- does not fit, the refusal names the one that it takes longest to wait for, and what is left of it, which is negative
+-- where calls used more than they were charged; nil = it fits.
 function quotas.refuse(name, charge)
   local key, longest, refusal = rows.fetch(records.keys, name), 0, nil
   for i = 1, #charge, 3 do
     local left = charge[i + 2] - missing(key, charge[i])
     if charge[i + 1] - left > longest then
       longest = charge[i + 1] - left
-      refusal = {'refused', 'quota_exceeded', 'quota', charge[i], math.max(left, 0), books.ceil_div(longest, 1000)}
+      refusal = {'refused', 'quota_exceeded', 'quota', charge[i], left, books.ceil_div(longest, 1000)}
     end
   end
   return refusal

@@ -101,6 +101,29 @@ def test_a_refusal_names_the_limit_and_the_true_time() -> None:
     }
 
 
+def test_who_used_more_than_the_bucket_holds_is_told_when_it_is_full() -> None:
+    tokens = Quota(2, 1000, 1000)
+    refusal = quota.refusal([Charge(tokens, 100)], 2, -2 * MINUTE_US, 126_000)
+    headers = dict(refusal.headers)
+    assert headers[b"x-ratelimit-remaining-tokens"] == b"0"
+    assert headers[b"x-ratelimit-reset-tokens"] == b"3m0s"
+    assert "0 are left" in refusal.message
+
+
+@given(st.integers(1, 2000), st.sampled_from(range(len(BUCKETS))), st.data())
+def test_a_full_bucket_holds_what_it_says_and_counts_it_down(
+    limit: int, bucket: int, data: st.DataObject
+) -> None:
+    """Whether its window can be divided by the limit or not."""
+    capacity = data.draw(st.integers(1, limit))
+    one = Charge(Quota(bucket, limit, capacity), 1)
+    full_us = one.quota.microseconds(capacity)
+    for taken in range(1, capacity + 1):
+        missing_us = taken * one.microseconds
+        assert missing_us <= full_us
+        assert quota.lefts([one], [missing_us])[0].remaining == capacity - taken
+
+
 def test_headers_tell_of_the_tightest_quota_of_each_kind() -> None:
     left = [
         Left(Quota(0, 60, 60), 30, MINUTE_US // 2),
