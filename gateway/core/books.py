@@ -159,7 +159,7 @@ class Books:
     blocked: dict[str, str] = field(default_factory=dict)
     book: dict[str, int] = field(default_factory=dict)
     since: dict[str, int] = field(default_factory=dict)
-    """Lane -> the clock since which somebody waits in it."""
+    """Lane -> the clock since which somebody waits in it for the replicas."""
     drains: dict[str, Drain] = field(default_factory=dict)
     work: int = 0
     replay: bool = False
@@ -417,13 +417,12 @@ class Books:
         """Stand in the queue; the flow's tag is its own business."""
         flow = _flow(call)
         first = not self._waiting(*flow)
-        if not self._waiting(call.lane):
-            self.since[call.lane] = self.clock
         call.state = "queued"
         self.calls[call.id] = call
         if first:
             self.weights[flow] = self._key(call.key).weight
             self.dirty = True
+        self._note_since(call.lane)
 
     def _leave(self, call: Call) -> None:
         """After the call stopped to be queued: what it leaves behind in the order."""
@@ -438,9 +437,15 @@ class Books:
             self.weights.pop(flow, None)
         if not self._waiting(call.lane, call.class_):
             self.credit.pop((call.lane, call.class_), None)
-        if not self._waiting(call.lane):
-            self.since.pop(call.lane, None)
+        self._note_since(call.lane)
         self.dirty = True
+
+    def _note_since(self, lane: str) -> None:
+        """Who waits for its own key's cap does not say what the replicas can do."""
+        if self._unparked_wait(lane):
+            self.since.setdefault(lane, self.clock)
+        else:
+            self.since.pop(lane, None)
 
     def _withdraw(self, call: Call) -> None:
         del self.calls[call.id]
@@ -451,6 +456,8 @@ class Books:
         back = self.parked.intersection(flows)
         self.work -= len(back)
         self.parked -= back
+        for lane in {flow[0] for flow in back}:
+            self._note_since(lane)
         self.dirty = self.dirty or bool(back)
 
     def _unpark_key(self, key: str) -> None:
@@ -494,6 +501,7 @@ class Books:
                 call = self._waiting(lane, class_, key)[0]
                 if self._capped(call):
                     self.parked.add(_flow(call))
+                    self._note_since(lane)
                     self.work -= 1
                     return True
                 replica = self._place(call)
@@ -887,9 +895,9 @@ class Books:
         call.charge = ()
 
     def _refuse_too_late(self, call: Call, wait_ms: int) -> Answer | None:
-        """It would wait in vain, as far as anybody can tell."""
+        """It would wait in vain, as far as anybody can tell; not who fits now, past those that do not."""
         wait = self._expected_wait(call)
-        if wait <= wait_ms or self.opens_at:
+        if wait <= wait_ms or self.opens_at or (not self._capped(call) and self._place(call)):
             return None
         return ["refused", "predicted_wait", "wait_ms", wait, wait_ms, self._appointment(call)]
 

@@ -18,13 +18,12 @@ local function backlog_member(call, blocks)
   return string.format('%s:%s:%012d:%s', call.lane, call.class, blocks, call.key)
 end
 
--- The lane's first waiter has come, or its last one has gone.
-local function note_since(call, since)
-  for _, class in ipairs(books.config.classes) do
-    if flows.line(call.lane, class).waiting > 0 then return end
-  end
+-- Since when somebody waits in the lane for the replicas; who waits for its own key's cap does not say what they can do.
+local function note_since(call)
   local lane = rows.fetch(records.lanes, call.lane)
-  lane.since = since
+  local waits = #zsets.with_prefix(zsets.ORDER, call.lane, 1) > 0
+  if waits == (lane.since >= 0) then return end
+  lane.since = waits and books.meta.clock or -1
   rows.store(records.lanes, call.lane, lane)
 end
 
@@ -40,6 +39,7 @@ end
 local function add_to_order(call, flow)
   local member, horizon = order_member(call, flow), books.horizon[call.lane .. ':' .. call.class]
   redis.call('ZADD', zsets.ORDER, 0, member)
+  note_since(call)
   if not horizon or member < horizon then books.moves = books.moves + 1 end
 end
 
@@ -58,7 +58,6 @@ end
 function queue.join(id, call)
   local name = flows.name_of(call)
   local flow, line = rows.fetch(records.flows, name), flows.line(call.lane, call.class)
-  note_since(call, books.meta.clock)
   call.state = 'queued'
   rows.store(records.calls, id, call)
   if flow.waiting == 0 then
@@ -79,6 +78,7 @@ function queue.park(call)
   local name = flows.name_of(call)
   local flow = rows.fetch(records.flows, name)
   take_from_order(call, flow)
+  note_since(call)
   redis.call('ZADD', zsets.PARKED, 0, parked_member(call))
   flow.parked = 1
   rows.store(records.flows, name, flow)
@@ -122,6 +122,7 @@ local function end_flow(call, flow, line)
     redis.call('ZREM', zsets.PARKED, parked_member(call))
   else
     take_from_order(call, flow)
+    note_since(call)
   end
   line.weights = line.weights - flow.weight
   flow.weight, flow.parked = 0, 0
@@ -142,10 +143,7 @@ function queue.leave(id, call)
     rows.store(records.lanes, call.lane, lane)
   end
   count_waiting(call, flow, line, -1)
-  if line.waiting == 0 then
-    line.credit = 0
-    note_since(call, -1)
-  end
+  if line.waiting == 0 then line.credit = 0 end
   if flow.waiting == 0 then end_flow(call, flow, line) end
   rows.store(records.lines, call.lane .. ':' .. call.class, line)
   if flow.waiting > 0 then queue.unpark(call, name, flow) end

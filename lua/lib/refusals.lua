@@ -47,10 +47,15 @@ local function most_free(call)
   return free
 end
 
--- It would wait in vain, as far as anybody can tell.
+-- No hold is for a call that does not wait yet.
+local function fits_now(call)
+  return not placement.capped(call) and placement.place('', call)
+end
+
+-- It would wait in vain, as far as anybody can tell; not who fits now, past those that do not.
 local function too_late(call, wait_ms)
   local wait = appointments.expected_wait(call)
-  if wait <= wait_ms or books.meta.opens_at > 0 then return nil end
+  if wait <= wait_ms or books.meta.opens_at > 0 or fits_now(call) then return nil end
   return {'refused', 'predicted_wait', 'wait_ms', wait, wait_ms, appointments.book(call)}
 end
 

@@ -1,0 +1,81 @@
+"""Who is refused because of the wait that is predicted for it, on both implementations and with a given clock."""
+
+from itertools import count
+
+import pytest
+import redis
+
+from gateway.core.books import FleetConfig, ReplicaConfig
+from gateway.core.order import DRAIN_WINDOW_MS
+from tests.conformance.twin import Op, Twin
+
+OWNER = "o0"
+BLOCKS = 100
+PAUSE_MS = 500
+
+
+class Lane:
+    """One replica of BLOCKS blocks, and a clock that the test moves."""
+
+    def __init__(self, client: "redis.Redis[bytes]") -> None:
+        replica = ReplicaConfig("r0", "p", BLOCKS, BLOCKS, 50, 1000)
+        config = FleetConfig(6000, 1000, 100 * BLOCKS, (("a", ("p",)),), (("normal", 0),), (replica,))
+        self.twin = Twin(client, config)
+        self.now_ms = 1_000_000
+        self._batches, self._ids = count(1), count(1)
+        self.twin.hello(self.now_ms, OWNER)
+        self.step(["Y"])
+        for _ in range(4):
+            self.wait(PAUSE_MS)
+
+    def wait(self, ms: int) -> None:
+        self.now_ms += ms
+        self.step(["Y"])
+
+    def step(self, *ops: Op) -> tuple[list[Op], list[str]]:
+        """The results, and who was granted a place."""
+        reply = self.twin.step(self.now_ms, OWNER, next(self._batches), ops)
+        return reply[5], reply[6][::2]
+
+    def admit(self, blocks: int, key: str, wait_ms: int = 60_000, requests_max: int = -1) -> Op:
+        id_ = f"{next(self._ids):010x}"
+        return ["A", id_, key, "normal", "a", blocks, 1, 0, 1, wait_ms, 1, -1, requests_max, 50, 25, [], [], []]  # fmt: skip
+
+    def drain_slowly(self, blocks: int, key: str) -> None:
+        """Calls come and go now and then, for longer than the drain is measured over."""
+        for _ in range(3 * DRAIN_WINDOW_MS // (4 * PAUSE_MS)):
+            call = self.admit(blocks, key)
+            results, granted = self.step(call)
+            assert results[0][0] == "grant" or call[1] in granted
+            self.wait(2 * PAUSE_MS)
+            self.step(["S", call[1], -1, -1, []])
+            self.wait(2 * PAUSE_MS)
+
+
+@pytest.fixture
+def lane(store_client: "redis.Redis[bytes]") -> Lane:
+    return Lane(store_client)
+
+
+def test_a_call_that_fits_now_is_not_refused_because_of_a_large_one_that_waits(lane: Lane) -> None:
+    """Small calls pass a head that does not fit, so the queue is never empty, and the drain is what they need."""
+    running, large = lane.admit(BLOCKS // 2, "k0"), lane.admit(BLOCKS // 2 + 10, "k1", wait_ms=3_600_000)
+    lane.step(running, large)
+    lane.drain_slowly(1, "k2")
+    small = lane.admit(10, "k3", wait_ms=5000)
+    results, granted = lane.step(small)
+    assert results[0][0] == "ticket", results
+    assert granted == [small[1]]
+
+
+def test_calls_that_wait_for_their_own_keys_cap_do_not_tell_what_the_replicas_can_do(lane: Lane) -> None:
+    """The replica has room, and what comes back of it is what one key of one request at a time needs."""
+    first, *rest = (lane.admit(10, "k0", 3_600_000, requests_max=1) for _ in range(12))
+    lane.step(first, *rest)
+    lane.wait(DRAIN_WINDOW_MS // 2)
+    for call in [first, *rest][:6]:
+        lane.step(["S", call[1], -1, -1, []])
+        lane.wait(4 * PAUSE_MS)
+    whole = lane.admit(BLOCKS, "k1", wait_ms=10_000)
+    results, _ = lane.step(whole)
+    assert results[0][0] == "ticket", results
