@@ -137,7 +137,9 @@ def corrections(taken: Sequence[Charge], really: Units) -> list[int]:
     """For the ledger: bucket, microseconds that were charged too little (negative: too much)..."""
     flat = []
     for charge in taken:
-        difference = Charge(charge.quota, getattr(really, charge.quota.counts)).microseconds - charge.microseconds
+        difference = (
+            Charge(charge.quota, getattr(really, charge.quota.counts)).microseconds - charge.microseconds
+        )
         if difference:
             flat += [charge.quota.bucket, difference]
     return flat
