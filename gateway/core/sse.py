@@ -124,9 +124,7 @@ def _decode(data: bytes) -> _Frame | None:
 def _salvage(fields: dict[str, Any]) -> _Frame:
     frame = _Frame(error=fields.get("error"))
     for name, kind in (("choices", list[_Choice]), ("usage", _Counts), ("object", str)):
-        with suppress(
-            msgspec.ValidationError, UnicodeEncodeError
-        ):  # half a surrogate pair where a word should be
+        with suppress(msgspec.ValidationError, UnicodeEncodeError):  # half a surrogate pair as a name
             setattr(frame, name, msgspec.convert(fields.get(name), kind | None))
     return frame
 
