@@ -17,6 +17,10 @@ DAY_US = 24 * 60 * MINUTE_US
 
 PATIENCE_MS = 120_000
 """OpenAI's clients give up by themselves on what is further away; Anthropic's would sleep through the day."""
+DEBT_WINDOWS_MAX = 10
+"""How far beyond its charge one call can put a bucket into debt.  What an engine reports is not to be trusted so far
+that it locks a key out for years, or that a number grows beyond what the ledger can hold.
+"""
 
 REQUESTS = "requests"
 TOKENS = "tokens"
@@ -141,7 +145,8 @@ def corrections(taken: Sequence[Charge], really: Units) -> list[int]:
             Charge(charge.quota, getattr(really, charge.quota.counts)).microseconds - charge.microseconds
         )
         if difference:
-            flat += [charge.quota.bucket, difference]
+            debt_max = DEBT_WINDOWS_MAX * BUCKETS[charge.quota.bucket][2]
+            flat += [charge.quota.bucket, min(difference, debt_max)]
     return flat
 
 

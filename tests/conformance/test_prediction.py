@@ -39,7 +39,8 @@ class Lane:
 
     def admit(self, blocks: int, key: str, wait_ms: int = 60_000, requests_max: int = -1) -> Op:
         id_ = f"{next(self._ids):010x}"
-        return ["A", id_, key, "normal", "a", blocks, 1, 0, 1, wait_ms, 1, -1, requests_max, 50, 25, [], [], []]  # fmt: skip
+        limits = [1, -1, requests_max, 50, 25]
+        return ["A", id_, key, "normal", "a", blocks, 1, 0, 1, wait_ms, *limits, [], [], []]
 
     def drain_slowly(self, blocks: int, key: str) -> None:
         """Calls come and go now and then, for longer than the drain is measured over."""
