@@ -880,12 +880,16 @@ class Books:
         return refusal
 
     def _crowder(self, call: Call) -> str | None:
-        """The key with the most blocks waiting, if they are more than the call's own key would have."""
+        """The key with the most blocks waiting, if they are more than the call's own key would have, and no replica
+        was emptied for its newest call."""
         blocks: dict[str, int] = {}
         for waiting in self._waiting(call.lane, call.class_):
             blocks[waiting.key] = blocks.get(waiting.key, 0) + waiting.blocks
         most, key = max(((b, key) for key, b in blocks.items()), default=(0, ""))
-        return key if blocks.get(call.key, 0) + call.blocks < most else None
+        if blocks.get(call.key, 0) + call.blocks >= most:
+            return None
+        newest = self._waiting(call.lane, call.class_, key)[-1]
+        return None if any(r.held_for == newest.id for r in self.replicas.values()) else key
 
     def _displace(self, call: Call) -> None:
         """Its owner is told, and settles it."""

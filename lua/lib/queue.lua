@@ -157,18 +157,33 @@ function queue.withdraw(id, call)
   quotas.refund(call)
 end
 
--- The key of the flow with the most blocks waiting, if they are more than the call's own flow would have.
+-- The newest call of a key that waits there.
+local function newest(lane, class, key)
+  return zsets.last_part(zsets.last_with_prefix(zsets.QUEUE, lane .. ':' .. class .. ':' .. key))
+end
+
+local function is_held_for(id)
+  if books.holds == 0 then return false end
+  for _, replica in pairs(books.replicas) do
+    if replica.held_for == id then return true end
+  end
+  return false
+end
+
+-- The key of the flow with the most blocks waiting, if they are more than the call's own flow would have.  Nobody goes
+-- for whom a replica was emptied: that would have been in vain, and a large call would never start.
 function queue.crowder(call)
   local member = zsets.last_with_prefix(zsets.BACKLOG, call.lane .. ':' .. call.class)
   if not member then return nil end
   local blocks, key = string.match(member, ':(%d+):([^:]+)$')
   local own = rows.fetch(records.flows, flows.name_of(call)).blocks
-  return own + call.blocks < tonumber(blocks) and key or nil
+  if own + call.blocks >= tonumber(blocks) or is_held_for(newest(call.lane, call.class, key)) then return nil end
+  return key
 end
 
 -- The newest call of the key makes room for a newcomer; its owner is told, and settles it.
 function queue.displace(lane, class, key)
-  local id = zsets.last_part(zsets.last_with_prefix(zsets.QUEUE, lane .. ':' .. class .. ':' .. key))
+  local id = newest(lane, class, key)
   local call = rows.fetch(records.calls, id)
   queue.leave(id, call)
   quotas.refund(call)
