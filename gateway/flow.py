@@ -209,8 +209,8 @@ def _held(call: Call, demand: Demand) -> tuple[int | None, int | None]:
     """Blocks really used, where the engine said, and block-seconds really held."""
     if call.grant is None:
         return None, None
-    held_seconds = max(1, math.ceil(time.monotonic() - call.sent_at))
-    return unshared_blocks_used(call, demand), demand.unshared_blocks * held_seconds
+    held_seconds = time.monotonic() - call.sent_at
+    return unshared_blocks_used(call, demand), held_cost(demand.unshared_blocks, held_seconds)
 
 
 def _quota_corrections(call: Call, demand: Demand) -> list[int]:

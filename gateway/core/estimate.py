@@ -1,5 +1,6 @@
 """How many tokens a prompt may be, from cheap bounds to a count, and what a call asks of a fleet."""
 
+import math
 from fractions import Fraction
 from functools import lru_cache
 
@@ -83,6 +84,11 @@ def call_cost(blocks: int, tokens: int, output_tokens: int) -> int:
     work = tokens * OUTPUT_TOKENS_PER_SECOND + output_tokens * PREFILL_TOKENS_PER_SECOND
     seconds = -(-work // (PREFILL_TOKENS_PER_SECOND * OUTPUT_TOKENS_PER_SECOND))
     return max(1, blocks * seconds)
+
+
+def held_cost(blocks: int, seconds: float) -> int:
+    """Block-seconds that a call has really held."""
+    return max(1, math.ceil(blocks * seconds))
 
 
 def _least_bytes(prompt: Prompt) -> int:
