@@ -153,6 +153,8 @@ class Books:
     tags: dict[tuple[str, str, str], int] = field(default_factory=dict)
     weights: dict[tuple[str, str, str], int] = field(default_factory=dict)
     """Weight of each flow that waits, as it was when it began to."""
+    owed: dict[tuple[str, str, str], int] = field(default_factory=dict)
+    """Tag units that a flow that waits was charged too much, and that would have put it before all others."""
     parked: set[tuple[str, str, str]] = field(default_factory=set)
     virtual: dict[tuple[str, str], int] = field(default_factory=dict)
     credit: dict[tuple[str, str], int] = field(default_factory=dict)
@@ -414,14 +416,14 @@ class Books:
         return any((c.lane, c.class_, c.key) not in self.parked for c in self._waiting(lane))
 
     def _join(self, call: Call) -> None:
-        """Stand in the queue; the flow's tag is its own business."""
+        """Stand in the queue."""
         flow = _flow(call)
-        first = not self._waiting(*flow)
-        call.state = "queued"
-        self.calls[call.id] = call
-        if first:
+        if not self._waiting(*flow):
+            self.tags[flow] = self._entry(flow)
             self.weights[flow] = self._key(call.key).weight
             self.dirty = True
+        call.state = "queued"
+        self.calls[call.id] = call
         self._note_since(call.lane)
 
     def _leave(self, call: Call) -> None:
@@ -435,6 +437,7 @@ class Books:
         else:
             self.parked.discard(flow)
             self.weights.pop(flow, None)
+            self.owed.pop(flow, None)
         if not self._waiting(call.lane, call.class_):
             self.credit.pop((call.lane, call.class_), None)
         self._note_since(call.lane)
@@ -552,16 +555,45 @@ class Books:
     def _pay(self, call: Call) -> None:
         """Start-time fair queueing: the flow's tag moves on by the call's cost over the key's weight."""
         flow, lane_class = _flow(call), (call.lane, call.class_)
-        start = max(self.virtual.get(lane_class, 0), self.tags.get(flow, 0))
-        self.virtual[lane_class] = start
+        start = self._standing(flow)
+        self.virtual[lane_class] = max(self.virtual.get(lane_class, 0), start)
         call.charged = _ceil(call.cost * TAG_SCALE, self._key(call.key).weight)
-        self.tags[flow] = start + call.charged
+        self.tags[flow] = start + self._after_owed(flow, call.charged)
 
     def _correct(self, call: Call, units: int) -> None:
         """Move the flow's tag by what was charged too much or too little."""
         flow = _flow(call)
-        tag = max(self.virtual.get(flow[:2], 0), self.tags.get(flow, 0))
-        self.tags[flow] = max(0, tag + units)
+        tag = self._standing(flow)
+        if units > 0:
+            self.tags[flow] = tag + self._after_owed(flow, units)
+        elif not self._waiting(*flow):
+            self.tags[flow] = max(0, tag + units)
+        else:
+            self.tags[flow] = max(tag + units, min(tag, self._first_tag(flow, tag) + 1))
+            self.owed[flow] = self.owed.get(flow, 0) + self.tags[flow] - tag - units
+
+    def _after_owed(self, flow: tuple[str, str, str], units: int) -> int:
+        """Of a charge what is left when the flow has used what it is owed; at least 1, so that turns are taken."""
+        owed = self.owed.get(flow, 0)
+        left = max(units - owed, min(units, 1))
+        if owed:
+            self.owed[flow] = owed - (units - left)
+        return left
+
+    def _standing(self, flow: tuple[str, str, str]) -> int:
+        """Its tag.  A flow that waits may be behind its class's time; one that does not saves nothing up."""
+        tag = self.tags.get(flow, 0)
+        return tag if self._waiting(*flow) else max(self.virtual.get(flow[:2], 0), tag)
+
+    def _entry(self, flow: tuple[str, str, str]) -> int:
+        """The tag of a flow that begins to wait: behind nobody's, unless it took more than others lately."""
+        tag, virtual = self.tags.get(flow, 0), self.virtual.get(flow[:2], 0)
+        return tag if tag > virtual else min(virtual, self._first_tag(flow, virtual))
+
+    def _first_tag(self, flow: tuple[str, str, str], otherwise: int) -> int:
+        """Of the other flows that wait in its class."""
+        others = [key for key in self._flows(*flow[:2])[:2] if key != flow[2]]
+        return self.tags.get((*flow[:2], others[0]), 0) if others else otherwise
 
     def _reserve(self, call: Call, replica: Replica) -> None:
         replica.used += call.blocks
@@ -923,9 +955,6 @@ class Books:
 
     def _enqueue(self, call: Call) -> None:
         self._number(call)
-        flow = _flow(call)
-        if not self._waiting(*flow):
-            self.tags[flow] = max(self.virtual.get(flow[:2], 0), self.tags.get(flow, 0))
         self._join(call)
 
     def _claim(self, owner: str, id_: str) -> Answer:

@@ -64,6 +64,7 @@ class Flow:
     blocks: int = 0
     weight: int = 0
     parked: int = 0
+    owed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,6 +282,8 @@ def _flow_counts(books: Snapshot) -> Iterator[Violation]:
             yield Violation(Rule.WAITING, f"{about} weight", "above 0 while calls wait, else 0", flow.weight)
         if flow.parked and not waiting:
             yield Violation(Rule.WAITING, f"{about} parked", 0, flow.parked)
+        if flow.owed < 0 or (flow.owed and not waiting):
+            yield Violation(Rule.WAITING, f"{about} owed", "0, or above it while calls wait", flow.owed)
 
 
 def _line_counts(books: Snapshot) -> Iterator[Violation]:

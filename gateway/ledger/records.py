@@ -15,7 +15,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
         "deadline", "arrival", "passed", "attempt", "charged", "exclude", "prefer", "charge",
     ),
     "key": ("weight", "blocks_max", "requests_max", "blocks", "calls", "quotas"),
-    "flow": ("tag", "waiting", "blocks", "weight", "parked"),
+    "flow": ("tag", "waiting", "blocks", "weight", "parked", "owed"),
     "session": ("batch", "told", "declared", "count", "sum"),
     "line": ("virtual", "waiting", "blocks", "weights", "credit"),
     "lane": ("blocked", "book", "since"),

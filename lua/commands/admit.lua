@@ -53,12 +53,6 @@ end
 
 local function enqueue(id, call)
   number(call)
-  local name = flows.name_of(call)
-  local flow = rows.fetch(records.flows, name)
-  if flow.waiting == 0 then
-    flow.tag = math.max(flows.line(call.lane, call.class).virtual, flow.tag)
-    rows.store(records.flows, name, flow)
-  end
   books.owned[call.owner .. ':' .. id] = true
   queue.join(id, call)
 end

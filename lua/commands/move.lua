@@ -38,8 +38,8 @@ function move.run(owner, id, exclude)
     books.meta.dirty = 1
   else
     reserve.vacate(id, call)
-    queue.join(id, call)
     reserve.correct(call, -call.charged)
+    queue.join(id, call)
     call.charged, call.prefilling, call.replica, call.attempt = 0, 0, '', call.attempt + 1
     rows.store(records.calls, id, call)
   end

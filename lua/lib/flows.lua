@@ -33,6 +33,28 @@ function flows.set_tag(call, name, flow, line, tag)
   flows.keep_flow(name, flow, line)
 end
 
+-- Its tag. A flow that waits may be behind its line's time; one that does not saves nothing up.
+function flows.standing(flow, line)
+  if flow.waiting > 0 then return flow.tag end
+  return math.max(line.virtual, flow.tag)
+end
+
+-- The first tag of the other flows that wait in the call's line.
+function flows.first_tag(call, otherwise)
+  for _, member in ipairs(zsets.with_prefix(zsets.ORDER, call.lane .. ':' .. call.class, 2)) do
+    local tag, key = string.match(member, ':(%d+):([^:]+)$')
+    if key ~= call.key then return tonumber(tag) end
+  end
+  return otherwise
+end
+
+-- Of a charge what is left when the flow has used what it is owed; at least 1, so that turns are taken.
+function flows.after_owed(flow, units)
+  local left = math.max(units - flow.owed, math.min(units, 1))
+  flow.owed = flow.owed - (units - left)
+  return left
+end
+
 function flows.unpark_key(key)
   if books.waiting > 0 then queue.unpark_key(key) end
 end

@@ -55,12 +55,19 @@ function queue.reorder(call, flow, tag)
   add_to_order(call, flow)
 end
 
+-- The tag of a flow that begins to wait: behind nobody's, unless it took more than others lately.
+local function entry(call, flow, line)
+  if flow.tag > line.virtual then return flow.tag end
+  return math.min(line.virtual, flows.first_tag(call, line.virtual))
+end
+
 function queue.join(id, call)
   local name = flows.name_of(call)
   local flow, line = rows.fetch(records.flows, name), flows.line(call.lane, call.class)
   call.state = 'queued'
   rows.store(records.calls, id, call)
   if flow.waiting == 0 then
+    flow.tag = entry(call, flow, line)
     flow.weight = rows.fetch(records.keys, call.key).weight
     line.weights = line.weights + flow.weight
     add_to_order(call, flow)
@@ -125,7 +132,7 @@ local function end_flow(call, flow, line)
     note_since(call)
   end
   line.weights = line.weights - flow.weight
-  flow.weight, flow.parked = 0, 0
+  flow.weight, flow.parked, flow.owed = 0, 0, 0
 end
 
 -- The call stops to be queued; what it leaves behind in the order.

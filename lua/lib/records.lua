@@ -32,12 +32,12 @@ local kinds = {
     end,
   },
   flows = {
-    key = 6, header = '\149', blank = {0, 0, 0, 0, 0},
-    read = function(_, tag, waiting, blocks, weight, parked)
-      return {tag = tag, waiting = waiting, blocks = blocks, weight = weight, parked = parked}
+    key = 6, header = '\150', blank = {0, 0, 0, 0, 0, 0},
+    read = function(_, tag, waiting, blocks, weight, parked, owed)
+      return {tag = tag, waiting = waiting, blocks = blocks, weight = weight, parked = parked, owed = owed}
     end,
     write = function(row)
-      return row.tag, row.waiting, row.blocks, row.weight, row.parked
+      return row.tag, row.waiting, row.blocks, row.weight, row.parked, row.owed
     end,
   },
   keys = {

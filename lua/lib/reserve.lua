@@ -17,19 +17,28 @@ end
 function reserve.pay(call)
   local name = flows.name_of(call)
   local flow, line = rows.fetch(records.flows, name), flows.line(call.lane, call.class)
-  if flow.tag > line.virtual then
-    line.virtual = flow.tag
+  local start = flows.standing(flow, line)
+  if start > line.virtual then
+    line.virtual = start
     rows.store(records.lines, call.lane .. ':' .. call.class, line)
   end
   call.charged = books.ceil_div(call.cost * TAG_SCALE, rows.fetch(records.keys, call.key).weight)
-  flows.set_tag(call, name, flow, line, line.virtual + call.charged)
+  flows.set_tag(call, name, flow, line, start + flows.after_owed(flow, call.charged))
 end
 
 -- Move the flow's tag by what was charged too much or too little.
 function reserve.correct(call, units)
   local name = flows.name_of(call)
   local flow, line = rows.fetch(records.flows, name), flows.line(call.lane, call.class)
-  flows.set_tag(call, name, flow, line, math.max(0, math.max(line.virtual, flow.tag) + units))
+  local before = flows.standing(flow, line)
+  local tag = math.max(0, before + units)
+  if units > 0 then
+    tag = before + flows.after_owed(flow, units)
+  elseif flow.waiting > 0 then
+    tag = math.max(before + units, math.min(before, flows.first_tag(call, before) + 1))
+    flow.owed = flow.owed + tag - before - units
+  end
+  flows.set_tag(call, name, flow, line, tag)
 end
 
 -- cost: block-seconds really held.

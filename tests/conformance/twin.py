@@ -20,24 +20,31 @@ Op = list[Any]
 Saved = tuple[dict[bytes, bytes | None], Books]
 
 
-class Twin:
-    """One fleet in two implementations.  `now` is handed to both; the run id is the real server's."""
+class Scripts:
+    """The ledger's scripts on a real server, which is emptied first.  `now` is an argument of each call."""
 
-    def __init__(self, client: "redis.Redis[bytes]", config: FleetConfig, scripts: Library | None = None):
+    def __init__(self, client: "redis.Redis[bytes]", scripts: Library | None = None):
         self.client = client
         client.flushall()
         self.scripts = scripts or library()
         client.function_load(self.scripts.text, replace=True)
         self.keys = fleet_keys(FLEET)
+
+    def evaluate(self, script: str, *arguments: Any) -> Any:
+        reply = self.client.fcall(self.scripts.function(script), len(self.keys), *self.keys, *arguments)
+        return decode_step(reply) if script == "step" else decode_text(reply)
+
+
+class Twin(Scripts):
+    """One fleet in two implementations.  `now` is handed to both; the run id is the real server's."""
+
+    def __init__(self, client: "redis.Redis[bytes]", config: FleetConfig, scripts: Library | None = None):
+        super().__init__(client, scripts)
         self.run = str(client.info("server")["run_id"])
         self.books = Books()
         self.snapshot: Snapshot | None = None
         self.compared = 0
         self.configure(1_000_000, config)
-
-    def evaluate(self, script: str, *arguments: Any) -> Any:
-        reply = self.client.fcall(self.scripts.function(script), len(self.keys), *self.keys, *arguments)
-        return decode_step(reply) if script == "step" else decode_text(reply)
 
     def configure(self, now: int, config: FleetConfig) -> None:
         self.compare(
@@ -158,6 +165,7 @@ def spec_content(books: Books) -> dict[str, Any]:
                 "blocks": sum(c.blocks for c in waiting),
                 "weight": books.weights.get(flow, 0),
                 "parked": int(flow in books.parked),
+                "owed": books.owed.get(flow, 0),
             }
     lines = {}
     for lane_class in {f[:2] for f in flow_names} | set(books.virtual) | set(books.credit):
