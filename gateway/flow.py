@@ -8,13 +8,12 @@ why, and `core/lifecycle.py` what that means.
 """
 
 import asyncio
-import math
 import time
 from functools import partial
 
 from gateway.call import Call, Client, Relay
 from gateway.core.blocks import used_blocks
-from gateway.core.estimate import Demand, prompt_tokens, token_bounds
+from gateway.core.estimate import Demand, held_cost, prompt_tokens, token_bounds
 from gateway.core.lifecycle import Action, Event, Step
 from gateway.core.outcomes import Code, Refusal
 from gateway.core.prefill import PrefillTimes
