@@ -18,6 +18,12 @@ local function head_of(lane, class, member)
   return id, rows.fetch(records.calls, id)
 end
 
+-- Credit for a block that goes before its turn: all but what the block itself earns, so that a class with a share of
+-- 100 thousandths has a tenth of all blocks, not an eleventh.
+local function price(class)
+  return CREDIT_SCALE - books.config.shares[class]
+end
+
 -- Highest class first, except that the lowest class whose credit covers its head goes before all.
 local function class_order(lane)
   local classes, favoured = {}, nil
@@ -29,7 +35,7 @@ local function class_order(lane)
       local first = not favoured and books.config.shares[class] > 0 and line.credit > 0 and first_flows(lane, class)[1]
       if first then
         local _, head = head_of(lane, class, first)
-        if line.credit >= CREDIT_SCALE * head.blocks then favoured = class end
+        if line.credit >= price(class) * head.blocks then favoured = class end
       end
     end
   end
@@ -58,7 +64,7 @@ local function grant(id, call, replica, by_credit)
   books.work = books.work - 1
   if by_credit then
     local line = flows.line(call.lane, call.class)
-    line.credit = line.credit - CREDIT_SCALE * call.blocks
+    line.credit = line.credit - price(call.class) * call.blocks
     rows.store(records.lines, call.lane .. ':' .. call.class, line)
   end
   reserve.pay(call)

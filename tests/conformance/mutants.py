@@ -36,7 +36,7 @@ MUTANTS: dict[str, tuple[str, str]] = {
     "fast path skips the passed count": ("  count_passed(id, call, replica)\nend", "  if state == 'unclaimed' then count_passed(id, call, replica) end\nend"),
     "gate ignored by the fast path": ("if books.meta.opens_at > 0 or others_first", "if others_first"),
     "epoch not told": ("if session.told ~= meta.epoch then", "if false then"),
-    "credit never spent": ("line.credit = line.credit - CREDIT_SCALE * call.blocks", "line.credit = line.credit"),
+    "credit never spent": ("line.credit = line.credit - price(call.class) * call.blocks", "line.credit = line.credit"),
     "exclusion ignored": ("and not placement.contains(call.exclude, replica.name)", ""),
     "move pays twice": ("    reserve.correct(call, -call.charged)\n    queue.join", "    queue.join"),
     "resize ignores the limit": ("if growth > 0 and replica.used + growth > replica.limit then", "if false then"),
