@@ -164,16 +164,21 @@ def picture(documents: Sequence[Document], titles: Sequence[str] = ()) -> str:
     """One static SVG of several runs for a document: by default gaps, preemptions, blocks, completed tokens."""
     starts = tuple(titles) or ("Inter-token p99, corr", "Preemptions", "KV blocks", "Completed output")
     chosen = [plot for plot in plots(documents) if plot.title.startswith(starts)]
-    box, seconds, marks = fitted(Box(900, 180), documents), end_seconds(documents), phase_marks(documents)
+    names = " and ".join(str(document["label"]) for document in documents)
+    box = fitted(Box(900, 180), documents)
+    return stacked(chosen, box, end_seconds(documents), f"Load test: {names}", phase_marks(documents))
+
+
+def stacked(chosen: Sequence[Plot], box: Box, seconds: float, title: str, marks: Sequence[Mark] = ()) -> str:
+    """Plots over one time axis, one under the other, as a file of its own."""
     height = box.height * len(chosen)
     drawn = ""
     for number, plot in enumerate(chosen):
         drawn += f'<g transform="translate(0 {box.height * number})">{_inside(plot, box, seconds, marks)}</g>'
         marks = nameless(marks)
-    names = escape(" and ".join(str(document["label"]) for document in documents))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {box.width} {height}" width="{box.width}" '
-        f'height="{height}" role="img" aria-labelledby="t d"><title id="t">Load test: {names}</title>'
+        f'height="{height}" role="img" aria-labelledby="t d"><title id="t">{escape(title)}</title>'
         f'<desc id="d">{escape(" ".join(describe(plot) for plot in chosen))}</desc>'
         f"<style>svg{{{LIGHT}}}@media(prefers-color-scheme:dark){{svg{{{DARK}}}}}{STYLE}</style>"
         f'<rect width="100%" height="100%" fill="var(--page)"/>{drawn}</svg>\n'

@@ -91,7 +91,7 @@ def reads_environment(node: ast.AST) -> bool:
     return False
 
 
-@pytest.mark.parametrize("name", ["CONTRIBUTING.md", "DEVELOPERS.md"])
+@pytest.mark.parametrize("name", ["CONTRIBUTING.md", "DEVELOPERS.md", "docs/fairness.md"])
 def test_documents_name_files_that_exist(name: str) -> None:
     named = re.findall(r"`((?:gateway|lua|tests|deploy|docs)/[\w./-]*)`", text_of(name))
 

@@ -11,6 +11,7 @@ from gateway.core.estimate import (
     LONGEST_TOKEN_BYTES,
     apply_factor,
     call_cost,
+    held_cost,
     prefill_share,
     prompt_tokens,
     token_bounds,
@@ -87,3 +88,12 @@ def test_short_prompts_have_no_share_of_prefill(tokens: int, share: int) -> None
 )
 def test_cost_is_blocks_times_whole_seconds(blocks: int, tokens: int, output: int, cost: int) -> None:
     assert call_cost(blocks, tokens, output) == cost
+
+
+@pytest.mark.parametrize(
+    ("blocks", "seconds", "cost"),
+    [(20, 0.5, 10), (20, 1.01, 21), (3, 0.1, 1), (1, 0.0, 1), (7, 10.0, 70)],
+)
+def test_what_was_held_is_rounded_up_once(blocks: int, seconds: float, cost: int) -> None:
+    """Not the seconds: half a second would count twice."""
+    assert held_cost(blocks, seconds) == cost
