@@ -61,6 +61,9 @@ def of_shares() -> Iterator[Bound]:
     found = [shares(seed, habits, 60) for habits in wrong for seed in SEEDS]
     yield Bound("shares, 20 to 60, one key's estimates 4 times too high", _worst(found, 20, 60), 0.05)
     yield Bound("the same, 0 to 20", _worst(found, 0, 20))
+    low = {key: Habit(hold_ms=(500, 1_500), mistake=0.25) for key in WEIGHTS}
+    found = [shares(seed, low, 60) for seed in SEEDS]
+    yield Bound("shares, 20 to 60, all estimates 4 times too low", _worst(found, 20, 60))
     for what, sizes in (
         ("of 5 to 30 blocks", ((5, 30),) * 3),
         ("of 10, 20, 40 by key", ((10, 10), (20, 20), (40, 40))),
