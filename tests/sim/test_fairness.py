@@ -43,6 +43,14 @@ def test_whichever_key_has_the_long_calls(seed: int, keys: str) -> None:
     assert max(map(abs, errors.values())) <= 0.05, errors
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_passed_heads_are_made_good(seed: int) -> None:
+    """Calls of all sizes: who was passed because it did not fit has its share all the same."""
+    habits = {key: replace(habit, blocks=(5, LARGEST)) for key, habit in UNEQUAL.items()}
+    errors = shares(seed, habits, 60).errors(20, 60)
+    assert max(map(abs, errors.values())) <= 0.05, errors
+
+
 MISTAKES = st.sampled_from((0.5, 1.0, 2.0, 4.0))
 HOLDS = st.sampled_from(((500, 1_500), (2_000, 4_000), (3_000, 9_000), (5_000, 8_000)))
 HABITS = st.fixed_dictionaries(dict.fromkeys(WEIGHTS, st.builds(Habit, hold_ms=HOLDS, mistake=MISTAKES)))
