@@ -696,8 +696,8 @@ class Books:
         in_class = call.blocks + sum(c.blocks for c in waiting)
         ahead_in_class = min(in_class, _ceil(own * sum(active.values()), weight))
         share = dict(self._fleet.classes)[call.class_]
-        if share:  # while so much of its class goes, no more of the higher ones goes before it
-            ahead = min(ahead, _ceil(ahead_in_class * CREDIT_SCALE, share))
+        if share:  # of all blocks that go: no more than the rest goes before it
+            ahead = min(ahead, _ceil(ahead_in_class * (CREDIT_SCALE - share), share))
         work = ahead + ahead_in_class
         return work * DRAIN_WINDOW_MS // drain
 

@@ -31,8 +31,8 @@ local function predicted_wait(call, rate)
   local own = call.blocks + flow.blocks
   local ahead_in_class = math.min(call.blocks + line.blocks, books.ceil_div(own * weights, weight))
   local share = books.config.shares[call.class]
-  -- While so much of its class goes, no more of the higher ones goes before it.
-  if share > 0 then ahead = math.min(ahead, books.ceil_div(ahead_in_class * SHARE_SCALE, share)) end
+  -- Of all blocks that go its class has a share: no more than the rest goes before it.
+  if share > 0 then ahead = math.min(ahead, books.ceil_div(ahead_in_class * (SHARE_SCALE - share), share)) end
   return math.floor((ahead + ahead_in_class) * drain.WINDOW_MS / rate)
 end
 
