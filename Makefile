@@ -30,7 +30,7 @@ run: $(READY) ## Start a demo on port 8080 (or PORT=...): embedded Valkey, two p
 	@exec $(BIN)kvgate serve --demo --port $(PORT)
 
 test: $(READY) ## Run the tests against what is installed in the environment
-	@PYTHONSAFEPATH=1 $(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+	@PYTHONSAFEPATH=1 $(PY) -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-ops: $(READY) ## Sentinel, Cluster, and the ledger on redis-server by TLS; installs Debian programs where it may
 	@PYTHONSAFEPATH=1 $(PY) tests/ops/run.py $(ARGS)

@@ -75,7 +75,7 @@ class WatchedEngines:
     def another_can_hold(self, lane: str, tried: Sequence[str], blocks: int, sequences: int) -> bool:
         pools = self._plan.lanes[lane]
         return any(
-            state.up and _can_hold(state.shape, blocks, sequences)
+            self._watch.is_up(state.spec.name) and _can_hold(state.shape, blocks, sequences)
             for state in self._watch.states()
             if state.spec.pool in pools and state.spec.name not in tried
         )
