@@ -883,7 +883,7 @@ class Books:
         if waiting < queue_max and wait_ms <= 0:
             return ["refused", "queue_timeout", "seconds_max", 0, wait_ms, self._wait_told(call)]
         if waiting < queue_max and own >= queue_key_max:
-            return ["refused", "queue_full", "key_share", own, queue_key_max, self._wait_told(call)]
+            return ["refused", "queue_full", "key_share", own, queue_key_max, self._appointment(call)]
         if waiting < queue_max:
             return self._refuse_too_late(call, wait_ms)
         if queue_max:
@@ -910,7 +910,7 @@ class Books:
             return ["refused", "queue_full", "depth_max", waiting, queue_max, self._appointment(call)]
         own = len(self._waiting(*_flow(call)))
         if own >= queue_key_max:
-            return ["refused", "queue_full", "key_share", own, queue_key_max, self._wait_told(call)]
+            return ["refused", "queue_full", "key_share", own, queue_key_max, self._appointment(call)]
         refusal = self._refuse_too_late(call, wait_ms)
         if refusal is None:
             self._displace(self._waiting(call.lane, call.class_, crowder)[-1])
@@ -940,7 +940,7 @@ class Books:
         wait = self._expected_wait(call)
         if wait <= wait_ms or self.opens_at or (not self._capped(call) and self._place(call)):
             return None
-        return ["refused", "predicted_wait", "wait_ms", wait, wait_ms, wait]
+        return ["refused", "predicted_wait", "wait_ms", wait, wait_ms, self._appointment(call)]
 
     def _refuse_capped(self, call: Call) -> Answer:
         key = self._key(call.key)

@@ -52,12 +52,11 @@ local function fits_now(call)
   return not placement.capped(call) and placement.place('', call)
 end
 
--- It would wait in vain, as far as anybody can tell; not who fits now, past those that do not.  It takes no place in the
--- lane's book: whoever asks for hardly any time would push everybody else's appointment away.
+-- It would wait in vain, as far as anybody can tell; not who fits now, past those that do not.
 local function too_late(call, wait_ms)
   local wait = appointments.expected_wait(call)
   if wait <= wait_ms or books.meta.opens_at > 0 or fits_now(call) then return nil end
-  return {'refused', 'predicted_wait', 'wait_ms', wait, wait_ms, wait}
+  return {'refused', 'predicted_wait', 'wait_ms', wait, wait_ms, appointments.book(call)}
 end
 
 -- nil = it may wait.
@@ -65,7 +64,7 @@ local function to_open_queue(call, queue_key_max, wait_ms)
   if wait_ms <= 0 then return {'refused', 'queue_timeout', 'seconds_max', 0, wait_ms, appointments.wait_told(call)} end
   local own = rows.fetch(records.flows, flows.name_of(call)).waiting
   if own < queue_key_max then return too_late(call, wait_ms) end
-  return {'refused', 'queue_full', 'key_share', own, queue_key_max, appointments.wait_told(call)}
+  return {'refused', 'queue_full', 'key_share', own, queue_key_max, appointments.book(call)}
 end
 
 -- nil = it may wait, in the place of another key's newest call.
