@@ -71,6 +71,8 @@ class Call:
     """Of the answer; 0 while none has begun."""
     outcome: Outcome | None = None
     reason: Code | None = None
+    waited: bool = False
+    """It was refused after it had a ticket."""
     interrupted: Event | None = None
 
     def advance(self, event: Event) -> Step:

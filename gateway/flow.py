@@ -252,7 +252,7 @@ async def _tell(call: Call, client: Client, ending: Refusal | Step | None) -> No
     """Write what the client is still owed; everything was given back before."""
     if isinstance(ending, Refusal):
         call.advance(Event.REFUSED)
-        call.reason = ending.code
+        call.reason, call.waited = ending.code, ending.waited
         await client.refuse(call, ending)
     elif ending is not None and ending.code in WORDS:
         refusal = Refusal(ending.code, WORDS[ending.code], retry_ms=RETRY_MS.get(ending.code))

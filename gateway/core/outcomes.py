@@ -108,5 +108,7 @@ class Refusal(msgspec.Struct, frozen=True):
     """Sent as `x-should-retry` when set; False for a call that can never fit."""
     headers: tuple[tuple[bytes, bytes], ...] = ()
     """Further ones of the answer."""
+    waited: bool = False
+    """The call had a ticket: this is no refusal at once."""
     cached: bool = False
     """Given from this process's memory of the store's last answer (`x-kvgate-refused-by: cache`)."""

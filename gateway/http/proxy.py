@@ -385,7 +385,7 @@ class Proxy:
     def _report(self, visit: _Visit, call: Call) -> None:
         visit.reported = True
         demand, grant, now = call.demand, call.grant, time.monotonic()
-        refused_at_once = call.outcome is Outcome.REFUSED and call.reason is not Code.QUEUE_TIMEOUT
+        refused_at_once = call.outcome is Outcome.REFUSED and not call.waited
         used = unshared_blocks_used(call, demand) if demand else None
         duration_ms = (now - call.started) * 1000
         waited_in_vain_ms = 0 if refused_at_once else duration_ms

@@ -306,7 +306,7 @@ class ValkeyLedger:
 
     def displaced_refusal(self, admission: Admission) -> Refusal:
         message = _words(Code.QUEUE_FULL, "displaced", 0, 0, admission)
-        return Refusal(Code.QUEUE_FULL, message, retry_ms=self._retry_hint_ms(admission))
+        return Refusal(Code.QUEUE_FULL, message, retry_ms=self._retry_hint_ms(admission), waited=True)
 
     def _retry_hint_ms(self, admission: Admission) -> int:
         return self._retry_hints_ms.get((admission.lane, admission.class_), FIRST_APPOINTMENT_MS)
@@ -317,7 +317,7 @@ class ValkeyLedger:
             f"waited {waited_ms} ms in the queue, the longest allowed (queue.seconds_max, or the request's own "
             f"deadline) is {limit_ms} ms"
         )
-        return Refusal(Code.QUEUE_TIMEOUT, message, retry_ms=self._retry_hint_ms(admission))
+        return Refusal(Code.QUEUE_TIMEOUT, message, retry_ms=self._retry_hint_ms(admission), waited=True)
 
     # -- what the keeper asks for --------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 import pytest
 
 from gateway.core.events import CallEnded
@@ -171,6 +172,25 @@ async def test_a_queue_timeout_is_a_status(store_url: str, stream: bool) -> None
         end = world.only_end()
         assert (end.outcome, end.reason, end.refusal_ms) == (Outcome.REFUSED, Code.QUEUE_TIMEOUT, None)
         release()
+        await world.quiet()
+
+
+async def test_who_made_room_for_another_key_was_not_refused_at_once(store_url: str) -> None:
+    """It waited, so it says nothing of how fast refusals are."""
+    async with gateway(store_url, {"a": NOWHERE}, queue_max=1) as world:
+        release = await world.hold(1000)
+        visiting = asyncio.create_task(world.visit(chat(max_tokens=100)))
+        await world.queued(1)
+        alone = msgspec.structs.replace(admission(1, "other"), queue_max=1, queue_key_max=1)
+        newcomer = world.ledger.open(alone, lambda: None)
+        waiting = asyncio.create_task(newcomer.granted())
+        visitor = await visiting
+        assert (visitor.status, visitor.json["error"]["code"]) == (429, "queue_full")
+        end = world.only_end()
+        assert (end.outcome, end.reason, end.refusal_ms) == (Outcome.REFUSED, Code.QUEUE_FULL, None)
+        release()
+        await waiting
+        newcomer.settle(None, None)
         await world.quiet()
 
 
