@@ -204,9 +204,10 @@ def rushes(draw: DrawFn, world: World, owner: str) -> list[Op]:
 
 @st.composite
 def floods(draw: DrawFn, world: World, owner: str) -> list[Op]:
-    """More equal calls than one script grants, expires or reaps."""
+    """More equal calls than one script grants, expires or reaps; nothing but room is in their way."""
     _, _, *rest = draw(admits(world))
-    return [["A", world.new_id(), *_with_blocks(rest, 1)] for _ in range(WORK + 2)]
+    *rest, _, _, prefer, exclude, _ = _with_blocks(rest, 1)
+    return [["A", world.new_id(), *rest, 100, 100, prefer, exclude, []] for _ in range(WORK + 2)]
 
 
 @st.composite
