@@ -28,7 +28,7 @@ STEPS = 100
 """Commands of one example."""
 PARTS = 8
 """Seeds of the suite: the examples of one seed resemble each other."""
-EXAMPLES = int(os.environ.get("KVGATE_CONFORMANCE_EXAMPLES", "64"))
+EXAMPLES = int(os.environ.get("KVGATE_CONFORMANCE_EXAMPLES", "112"))
 """Of the whole suite."""
 FLOODED = 50
 """With so many calls no more are poured in: the specification's scans take their time."""
