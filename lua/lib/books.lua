@@ -24,7 +24,7 @@ function books.begin(keys)
   books.work = WORK -- units left of what one script does: a grant, parking, hold or expiry is one
   books.waiting = 0 -- calls in the queue, of all lanes
   books.replayed = false -- this batch was executed before
-  books.owned, books.outbox = {}, {} -- members of these zsets to add (true) or remove (false)
+  books.owned, books.outbox, books.backlog = {}, {}, {} -- members of these zsets to add (true) or remove (false)
   books.wakes = {} -- owners with new grants
   books.holds = 0 -- replicas that are held for a call, at most
   books.room = 0 -- rises when a replica has more room or is no longer held: until then what did not fit does not fit
@@ -198,6 +198,12 @@ local function forget_touched()
   for name in pairs(records.replicas.touched) do last_rows[name] = nil end
 end
 
+-- Before anybody reads it; once a script where nobody does.
+function books.write_backlog()
+  zsets.write(zsets.BACKLOG, books.backlog)
+  books.backlog = {}
+end
+
 -- wake_prefix: of the channels that wake owners up.
 function books.write(wake_prefix)
   local erased = rows.write(records.calls)
@@ -208,6 +214,7 @@ function books.write(wake_prefix)
   rows.write(records.sessions)
   zsets.write(zsets.OWNED, books.owned)
   zsets.write(zsets.OUTBOX, books.outbox)
+  books.write_backlog()
   write_meta()
   -- A user without the right to publish costs a heartbeat, not the books.
   for owner in pairs(books.wakes) do redis.pcall('PUBLISH', wake_prefix .. owner, '') end

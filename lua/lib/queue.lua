@@ -32,8 +32,8 @@ local function count_waiting(call, flow, line, direction)
   local before = flow.blocks
   flow.waiting, flow.blocks = flow.waiting + direction, before + direction * call.blocks
   line.waiting, line.blocks = line.waiting + direction, line.blocks + direction * call.blocks
-  if before > 0 then redis.call('ZREM', zsets.BACKLOG, backlog_member(call, before)) end
-  if flow.blocks > 0 then redis.call('ZADD', zsets.BACKLOG, 0, backlog_member(call, flow.blocks)) end
+  if before > 0 then books.backlog[backlog_member(call, before)] = false end
+  if flow.blocks > 0 then books.backlog[backlog_member(call, flow.blocks)] = true end
 end
 
 local function add_to_order(call, flow)
@@ -180,6 +180,7 @@ end
 -- The key of the flow with the most blocks waiting, if they are more than the call's own flow would have.  Nobody goes
 -- for whom a replica was emptied: that would have been in vain, and a large call would never start.
 function queue.crowder(call)
+  books.write_backlog()
   local member = zsets.last_with_prefix(zsets.BACKLOG, call.lane .. ':' .. call.class)
   if not member then return nil end
   local blocks, key = string.match(member, ':(%d+):([^:]+)$')

@@ -180,7 +180,7 @@ def spec_content(books: Books) -> dict[str, Any]:
         if any(row.values()):
             lines[":".join(lane_class)] = row
     lanes = {}
-    for lane, _ in books.config.lanes if books.config else ():
+    for lane in {*books.blocked, *books.book, *books.since}:  # a call may wait in one that is not configured
         row = {
             "blocked": books.blocked.get(lane, ""),
             "book": books.book.get(lane, 0),
