@@ -220,15 +220,21 @@ class Ask:
     def _take_answer(self, result: Result) -> None:
         if result[0] == "grant":
             self._claiming = True
-            self._left = quota.lefts(self.admission.charges, result[2:])
+            self._left = quota.lefts(self.admission.charges, result[2:]) or self._left
             self._reserved(result[1])
         elif result[0] == "ticket":
-            self._left = quota.lefts(self.admission.charges, result[3:])
-            self._position, wait_ms = result[1:3]
-            self._predicted_ms = None if wait_ms < 0 else wait_ms
+            self._note_ticket(*result[1:])
             self._wait_in_queue()
         else:
             self._refused(result)
+
+    def _note_ticket(self, position: int, wait_ms: int, *missing_us: int) -> None:
+        """Of the first one: asked again, the store only says that the call still waits."""
+        if self.queued:
+            return
+        self._left = quota.lefts(self.admission.charges, missing_us)
+        self._position = position
+        self._predicted_ms = None if wait_ms < 0 else wait_ms
 
     def _on_move(self, id_: str, result: Result) -> None:
         self._ledger.unclaimed(id_)

@@ -274,8 +274,8 @@ class ValkeyLedger:
             return Refusal(code, message, should_retry=False)
         retry_ms = max(retry_ms, 1)
         self._retry_hints_ms[admission.lane, admission.class_] = retry_ms
-        refusal = Refusal(code, message, retry_ms=retry_ms)
-        if code is Code.QUEUE_FULL:
+        refusal = Refusal(code, message, retry_ms=retry_ms, waited=knob == "displaced")
+        if code is Code.QUEUE_FULL and not refusal.waited:
             self._remember((admission.lane, admission.class_, admission.key), refusal, CACHE_SECONDS)
         return refusal
 

@@ -7,8 +7,8 @@
 --- @include "lib/queue"
 --- @include "lib/quotas"
 -- A id key class lane blocks sequences prefill cost wait_ms weight blocks_max requests_max queue_max
--- queue_key_max prefer exclude charge: admit.  grant replica missing_us... | ticket position wait_ms missing_us... | refused code knob measured
--- limit retry_ms
+-- queue_key_max prefer exclude charge: admit.  grant replica missing_us... | ticket position wait_ms missing_us... |
+-- refused code knob measured limit retry_ms
 
 -- Whether some replica that is up is large enough.
 local function has_backend(call)

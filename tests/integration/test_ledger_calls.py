@@ -463,6 +463,12 @@ async def test_a_full_queue_takes_a_call_of_a_key_that_waits_for_less(path):
         asks = [crowd.open(10, key="a", **room) for _ in range(2)]
         waits = [asyncio.create_task(ask.granted()) for ask in asks]
         await eventually(lambda: list(w.states().values()).count("queued") == 2)
+        asks[1]._on_admit(asks[1].id, ["ticket", 9, 1000])
+        assert (asks[1]._position, asks[1]._predicted_ms) == (2, None), (
+            "asked again, it is still the first ticket"
+        )
+        again = crowd.ledger.refusal_of(asks[1].admission, ["refused", "queue_full", "displaced", 0, 0, 1000])
+        assert (again.waited, crowd.ledger.known_refusal(["a"], "normal", "a")) == (True, None)
         newcomer = other.open(10, key="b", **room)
         granted = asyncio.create_task(newcomer.granted())
         refusal = await asyncio.wait_for(waits[1], 2)
