@@ -140,6 +140,16 @@ class Scene:
                 self.call(gateway, "waiting", self.needs.waiting_tokens)
         waiting = self.size.waiting * len(self.gateways)
         await soon(lambda: _counts(self.books())[1] == waiting, f"{waiting} calls wait", BEGUN_SECONDS)
+        await self._replies_arrived()
+
+    async def _replies_arrived(self) -> None:
+        """What the store knows its gateways know too: each has sent another heartbeat, and so had its last reply."""
+        before = self.books().owners
+
+        def renewed() -> bool:
+            return all(end > before[owner] for owner, end in self.books().owners.items())
+
+        await soon(renewed, "every gateway's lease is renewed", BEGUN_SECONDS)
 
     def call(
         self, gateway: GatewayProcess, group: str = "streams", output_tokens: int = 0, **script: Any
