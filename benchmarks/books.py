@@ -210,7 +210,7 @@ class Full:
     def settle(self, calls: int = 1) -> float:
         """Settle running calls, whose places go to waiters; afterwards as many run and wait as before."""
         ended, self.running = self.running[:calls], self.running[calls:]
-        reply, us = self.fleet.step("a", [["S", id_, BLOCKS, 40, []] for id_ in ended])
+        reply, us = self.fleet.step("a", [["S", id_, BLOCKS, 30, []] for id_ in ended])
         assert reply[5] == [["settled"]] * calls
         self.running += self.fleet.claim("a")
         self.fleet.fill("a", calls)

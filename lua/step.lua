@@ -16,6 +16,7 @@
 --- @include "commands/declared"
 --- @include "lib/dispatch"
 --- @include "lib/owners"
+--- @include "lib/flows"
 local FIRST_OP, VALUES_MAX = 5, 32
 
 local COMMANDS = {
@@ -29,6 +30,8 @@ local COMMANDS = {
   H = heartbeat,
   Y = declared,
 }
+
+local GIVES_BACK = {M = true, S = true}
 
 local function all_but_first(_, ...)
   return {...}
@@ -57,14 +60,23 @@ local function read_ops(args)
   return ops
 end
 
--- In one go the records of all calls that the ops name.
+-- In one go the records of all calls that the ops name, and of the keys and flows that these give back to.
 local function prefetch(ops)
-  local ids = {}
+  local ids, keys, names = {}, {}, {}
   for i = 1, #ops do
     local id = ops[i][2]
     if type(id) == 'string' then ids[#ids + 1] = id end
   end
-  if #ids > 0 then rows.prefetch(records.calls, ids) end
+  rows.prefetch(records.calls, ids)
+  for i = 1, #ops do
+    local call = GIVES_BACK[ops[i][1]] and records.calls.known[ops[i][2]]
+    if call then
+      keys[#keys + 1] = call.key
+      names[#names + 1] = flows.name_of(call)
+    end
+  end
+  rows.prefetch(records.keys, keys)
+  rows.prefetch(records.flows, names)
 end
 
 local function execute(owner, op)

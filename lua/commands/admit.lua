@@ -35,7 +35,7 @@ end
 -- Somebody that could start waits in the lane, or before this call in its flow.
 local function others_first(call)
   if books.waiting == 0 then return false end
-  return #zsets.with_prefix(zsets.ORDER, call.lane, 1) > 0
+  return fronts.waits(call.lane)
     or rows.fetch(records.flows, flows.name_of(call)).waiting > 0
 end
 

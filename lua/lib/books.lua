@@ -1,6 +1,7 @@
 --- @include "lib/records"
 --- @include "lib/rows"
 --- @include "lib/zsets"
+--- @include "lib/fronts"
 -- The content of one fleet's keys while a script runs, and the ledger clock.
 local LAYOUT, WORK = 2, 64
 
@@ -19,12 +20,14 @@ function books.begin(keys)
   meta_key, whole, pools = keys[1], false, nil
   records.open(keys)
   zsets.open(keys)
+  fronts.begin()
   books.replicas = records.replicas.known -- name -> row, all of them
   books.changed = {} -- scalars of the fleet that seldom change, as arguments of HSET
   books.work = WORK -- units left of what one script does: a grant, parking, hold or expiry is one
   books.waiting = 0 -- calls in the queue, of all lanes
+  books.parked = nil -- flows that are parked, at most, where it is known
   books.replayed = false -- this batch was executed before
-  books.owned, books.outbox, books.backlog = {}, {}, {} -- members of these zsets to add (true) or remove (false)
+  books.owned, books.outbox, books.backlog, books.deadlines = {}, {}, {}, {} -- to write in these zsets
   books.wakes = {} -- owners with new grants
   books.holds = 0 -- replicas that are held for a call, at most
   books.room = 0 -- rises when a replica has more room or is no longer held: until then what did not fit does not fit
@@ -198,12 +201,6 @@ local function forget_touched()
   for name in pairs(records.replicas.touched) do last_rows[name] = nil end
 end
 
--- Before anybody reads it; once a script where nobody does.
-function books.write_backlog()
-  zsets.write(zsets.BACKLOG, books.backlog)
-  books.backlog = {}
-end
-
 -- wake_prefix: of the channels that wake owners up.
 function books.write(wake_prefix)
   local erased = rows.write(records.calls)
@@ -214,7 +211,9 @@ function books.write(wake_prefix)
   rows.write(records.sessions)
   zsets.write(zsets.OWNED, books.owned)
   zsets.write(zsets.OUTBOX, books.outbox)
-  books.write_backlog()
+  zsets.write(zsets.DEADLINES, books.deadlines)
+  fronts.write()
+  zsets.write(zsets.BACKLOG, books.backlog)
   write_meta()
   -- A user without the right to publish costs a heartbeat, not the books.
   for owner in pairs(books.wakes) do redis.pcall('PUBLISH', wake_prefix .. owner, '') end

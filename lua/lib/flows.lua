@@ -25,7 +25,7 @@ function flows.keep_flow(name, flow, line)
 end
 
 function flows.set_tag(call, name, flow, line, tag)
-  if flow.waiting > 0 and flow.parked == 0 then
+  if flow.waiting > 0 and flow.parked == 0 and tag ~= flow.tag then
     queue.reorder(call, flow, tag)
   else
     flow.tag = tag
@@ -41,8 +41,9 @@ end
 
 -- The first tag of the other flows that wait in the call's line.
 function flows.first_tag(call, otherwise)
-  for _, member in ipairs(zsets.with_prefix(zsets.ORDER, call.lane .. ':' .. call.class, 2)) do
-    local tag, key = string.match(member, ':(%d+):([^:]+)$')
+  local members = fronts.first(call.lane .. ':' .. call.class, 2)
+  for i = 1, math.min(2, #members) do
+    local tag, key = string.match(members[i], ':(%d+):([^:]+)$')
     if key ~= call.key then return tonumber(tag) end
   end
   return otherwise

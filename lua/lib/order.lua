@@ -6,7 +6,7 @@ local LOOKAHEAD, CREDIT_SCALE = 8, 1000
 -- The unparked flows of one class, in fair order: their members of ORDER.
 local function first_flows(lane, class)
   local line = lane .. ':' .. class
-  local members = zsets.with_prefix(zsets.ORDER, line, LOOKAHEAD)
+  local members = fronts.first(line, LOOKAHEAD)
   books.horizon[line] = members[LOOKAHEAD]
   return members
 end
@@ -97,8 +97,9 @@ local function advance(lane)
   local head
   local classes, favoured = class_order(lane)
   for _, class in ipairs(classes) do
-    for _, member in ipairs(first_flows(lane, class)) do
-      local id, call = head_of(lane, class, member)
+    local members = first_flows(lane, class)
+    for i = 1, math.min(LOOKAHEAD, #members) do
+      local id, call = head_of(lane, class, members[i])
       if placement.capped(call) then
         queue.park(call)
         return true

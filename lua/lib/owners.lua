@@ -27,6 +27,7 @@ end
 
 function owners.expire()
   if books.waiting == 0 then return false end
+  zsets.write(zsets.DEADLINES, books.deadlines)
   local late = redis.call('ZRANGEBYSCORE', zsets.DEADLINES, '-inf', books.meta.clock, 'LIMIT', 0, SLICE + 1)
   for i = 1, math.min(SLICE, #late) do
     books.work = books.work - 1

@@ -1,4 +1,5 @@
 --- @include "lib/flows"
+--- @include "lib/fronts"
 --- @include "lib/quotas"
 -- Tickets and parking: every index of the queue is written here and nowhere else.
 
@@ -19,12 +20,15 @@ local function backlog_member(call, blocks)
 end
 
 -- Since when somebody waits in the lane for the replicas; who waits for its own key's cap does not say what they can do.
-local function note_since(call)
+local function note_since(call, clock)
   local lane = rows.fetch(records.lanes, call.lane)
-  local waits = #zsets.with_prefix(zsets.ORDER, call.lane, 1) > 0
-  if waits == (lane.since >= 0) then return end
-  lane.since = waits and books.meta.clock or -1
+  if (clock >= 0) == (lane.since >= 0) then return end
+  lane.since = clock
   rows.store(records.lanes, call.lane, lane)
+end
+
+local function note_last(call)
+  if not fronts.waits(call.lane) then note_since(call, -1) end
 end
 
 -- One call more or less waits in the flow.
@@ -38,13 +42,13 @@ end
 
 local function add_to_order(call, flow)
   local member, horizon = order_member(call, flow), books.horizon[call.lane .. ':' .. call.class]
-  redis.call('ZADD', zsets.ORDER, 0, member)
-  note_since(call)
+  fronts.add(call.lane, call.class, member)
+  note_since(call, books.meta.clock)
   if not horizon or member < horizon then books.moves = books.moves + 1 end
 end
 
 local function take_from_order(call, flow)
-  redis.call('ZREM', zsets.ORDER, order_member(call, flow))
+  fronts.take(call.lane, call.class, order_member(call, flow))
   books.moves = books.moves + 1
 end
 
@@ -77,7 +81,7 @@ function queue.join(id, call)
   rows.store(records.flows, name, flow)
   rows.store(records.lines, call.lane .. ':' .. call.class, line)
   redis.call('ZADD', zsets.QUEUE, 0, queue_member(id, call))
-  redis.call('ZADD', zsets.DEADLINES, call.deadline, id)
+  books.deadlines[id] = call.deadline
   books.waiting = books.waiting + 1
 end
 
@@ -85,8 +89,9 @@ function queue.park(call)
   local name = flows.name_of(call)
   local flow = rows.fetch(records.flows, name)
   take_from_order(call, flow)
-  note_since(call)
+  note_last(call)
   redis.call('ZADD', zsets.PARKED, 0, parked_member(call))
+  books.parked = nil
   flow.parked = 1
   rows.store(records.flows, name, flow)
   books.work = books.work - 1
@@ -103,6 +108,8 @@ function queue.unpark(call, name, flow)
 end
 
 function queue.unpark_key(key)
+  books.parked = books.parked or redis.call('ZCARD', zsets.PARKED)
+  if books.parked == 0 then return end
   for _, member in ipairs(zsets.with_prefix(zsets.PARKED, key, -1)) do
     local lane, class = string.match(member, '^[^:]+:([^:]+):([^:]+)$')
     local place = {lane = lane, class = class, key = key}
@@ -129,7 +136,7 @@ local function end_flow(call, flow, line)
     redis.call('ZREM', zsets.PARKED, parked_member(call))
   else
     take_from_order(call, flow)
-    note_since(call)
+    note_last(call)
   end
   line.weights = line.weights - flow.weight
   flow.weight, flow.parked, flow.owed = 0, 0, 0
@@ -141,7 +148,7 @@ function queue.leave(id, call)
   local flow, line = rows.fetch(records.flows, name), flows.line(call.lane, call.class)
   books.moves = books.moves + 1
   redis.call('ZREM', zsets.QUEUE, queue_member(id, call))
-  redis.call('ZREM', zsets.DEADLINES, id)
+  books.deadlines[id] = false
   books.waiting = books.waiting - 1
   queue.unhold(id)
   local lane = rows.fetch(records.lanes, call.lane)
@@ -180,7 +187,7 @@ end
 -- The key of the flow with the most blocks waiting, if they are more than the call's own flow would have.  Nobody goes
 -- for whom a replica was emptied: that would have been in vain, and a large call would never start.
 function queue.crowder(call)
-  books.write_backlog()
+  zsets.write(zsets.BACKLOG, books.backlog)
   local member = zsets.last_with_prefix(zsets.BACKLOG, call.lane .. ':' .. call.class)
   if not member then return nil end
   local blocks, key = string.match(member, ':(%d+):([^:]+)$')

@@ -24,6 +24,7 @@ end
 
 -- Read several at once, for fetch; only where there is no prefix.
 function rows.prefetch(set, ids)
+  if #ids == 0 then return end
   local found = redis.call('HMGET', set.hash, unpack(ids))
   for i, id in ipairs(ids) do
     if set.known[id] == nil then set.known[id] = row_of(set, found[i]) end

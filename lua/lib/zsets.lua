@@ -19,17 +19,18 @@ function zsets.last_part(member)
   return string.match(member, '^.*:(.*)$') -- linear: from the end back to the last colon
 end
 
--- Write members of score 0 at once; members: member -> true to add it, false to remove it.
+-- Write members at once, and forget that they were to be; members: member -> its score, true for 0, false to remove it.
 function zsets.write(zset, members)
   if next(members) == nil then return end
   local added, removed = {}, {}
-  for member, present in pairs(members) do
-    if present then
-      added[#added + 1] = 0
+  for member, score in pairs(members) do
+    if score then
+      added[#added + 1] = score == true and 0 or score
       added[#added + 1] = member
     else
       removed[#removed + 1] = member
     end
+    members[member] = nil
   end
   if #added > 0 then redis.call('ZADD', zset, unpack(added)) end
   if #removed > 0 then redis.call('ZREM', zset, unpack(removed)) end

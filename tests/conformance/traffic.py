@@ -212,10 +212,15 @@ def floods(draw: DrawFn, world: World, owner: str) -> list[Op]:
 
 @st.composite
 def sieges(draw: DrawFn, world: World, owner: str) -> list[Op]:
-    """Every key asks in one lane and class: large calls, and small ones from about where a dispatch stops to look."""
+    """Every key asks in one lane and class: large calls, and small ones from about where a dispatch stops to look.
+
+    Where there are many keys come more that ask at no other time, together more than a front holds, and then the many
+    ask once more: who had its turn goes behind them."""
     _, _, _, *rest = draw(admits(world))
     first_small = LOOKAHEAD + draw(st.sampled_from((-1, 0, 1)))
     keys = sorted(world.policies)
+    if len(keys) > LOOKAHEAD:
+        keys += [f"siege{i}" for i in range(LOOKAHEAD)] + keys
     large, small = _with_blocks(["", *rest], world.limit), _with_blocks(["", *rest], 1)
     return [
         ["A", world.new_id(), key, *(large if i < first_small else small)[1:]] for i, key in enumerate(keys)
