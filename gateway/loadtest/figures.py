@@ -96,7 +96,19 @@ def _attempts(calls: Sequence[CallRecord]) -> Figures:
         "stopped_by_stage": _stopped(attempts),
         "timed_out_by_stage": _by_reason(attempts, End.TIMED_OUT),
         "failed_by_kind": _by_reason(attempts, End.FAILED),
+        "back_after_refusal": _back(calls),
     }
+
+
+def _back(calls: Sequence[CallRecord]) -> Figures:
+    """Next attempts of refused ones, and how many of these were granted or queued, whatever became of them then."""
+    pairs = [pair for call in calls for pair in pairwise(call.attempts) if pair[0].end is End.REFUSED]
+    taken = [after for _, after in pairs if after.end is not End.REFUSED or _was_queued(after)]
+    return {"count": len(pairs), "granted_or_queued": len(taken), "share": _share(len(taken), len(pairs))}
+
+
+def _was_queued(attempt: Attempt) -> bool:
+    return bool(attempt.queue_ms) or attempt.reason.endswith("queue_timeout")
 
 
 def _refusals(calls: Sequence[CallRecord]) -> Figures:
@@ -282,7 +294,17 @@ def _gateway(observations: Observations) -> Figures | None:
             for pool, found in sorted(shares.items())
         },
         "refusal_ms": _server_refusals(observations),
+        "real_over_predicted_wait": _predictions(observations),
     }
+
+
+def _predictions(observations: Observations) -> Figures:
+    """Of calls that waited and got a place: the shares of them by bounds of the gateway's buckets."""
+    after, before = observations.predictions_after, observations.predictions_before
+    buckets = {bound: count - before.get(bound, 0.0) for bound, count in after.items()}
+    count = max(buckets.values(), default=0.0)
+    shares = {f"at_most_{bound:g}": round(buckets[bound] / count, 3) for bound in sorted(buckets) if count}
+    return {"count": int(count), **shares}
 
 
 def _server_refusals(observations: Observations) -> Figures:

@@ -93,6 +93,9 @@ class Observations:
     """What the gateway still held when it had had time to give all back; None without a gateway."""
     missed: int = 0
     """Scrapes without a usable answer."""
+    predictions_before: dict[float, float] = field(default_factory=dict)
+    predictions_after: dict[float, float] = field(default_factory=dict)
+    """Cumulative buckets of real over predicted wait, before and after the run."""
 
 
 def read_engine(at: float, text: str) -> EngineSample:
@@ -131,6 +134,15 @@ def read_state(at: float, state: Mapping[str, Any]) -> GatewaySample | None:
     return GatewaySample(at, reserved, limit, counts["queue"], counts["inflight"], counts["leases"], shares)
 
 
+def read_predictions(text: str) -> dict[float, float]:
+    """Cumulative buckets of `kvgate_queue_wait_prediction_ratio`, of all lanes and classes."""
+    buckets: dict[float, float] = {}
+    for labels, value in Page(text).series("kvgate_queue_wait_prediction_ratio_bucket"):
+        bound = float(labels["le"])
+        buckets[bound] = buckets.get(bound, 0.0) + value
+    return buckets
+
+
 def read_refusals(text: str) -> dict[str, dict[float, float]]:
     """Cumulative buckets of `kvgate_refusal_seconds` by reason."""
     found: dict[str, dict[float, float]] = {}
@@ -159,7 +171,9 @@ class Observer:
             return
         try:
             await self._state()
-            self.observations.refusals_before = await self._refusals()
+            page = await self._metrics()
+            self.observations.refusals_before = read_refusals(page)
+            self.observations.predictions_before = read_predictions(page)
         except httpx.HTTPStatusError as error:
             raise AdminError(_status_problem(self._admin, error.response)) from None
         except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -193,7 +207,9 @@ class Observer:
         if self._admin is not None:
             self.observations.left_over = await self._until_quiet()
             with contextlib.suppress(httpx.HTTPError):
-                self.observations.refusals_after = await self._refusals()
+                page = await self._metrics()
+                self.observations.refusals_after = read_refusals(page)
+                self.observations.predictions_after = read_predictions(page)
         await self.sample(start)
 
     async def close(self) -> None:
@@ -229,8 +245,8 @@ class Observer:
         state: dict[str, Any] = answer.raise_for_status().json()
         return state
 
-    async def _refusals(self) -> dict[str, dict[float, float]]:
-        return read_refusals((await self._client.get(f"{self._admin}/metrics")).raise_for_status().text)
+    async def _metrics(self) -> str:
+        return (await self._client.get(f"{self._admin}/metrics")).raise_for_status().text
 
     async def _until_quiet(self) -> dict[str, int]:
         """The counts that a gateway at rest has at 0; -1 where it does not say."""

@@ -130,6 +130,10 @@ def _attempts(attempts: Document) -> Iterator[Row]:
         yield "attempts", f"timed out: {_words(stage)}", _whole(count)
     for kind, count in attempts["failed_by_kind"].items():
         yield "attempts", f"failed: {_words(kind)}", _whole(count)
+    back = attempts.get("back_after_refusal", {})
+    if back.get("count"):
+        text = f"{_whole(back['granted_or_queued'])} of {_whole(back['count'])}"
+        yield "attempts", "granted or queued when back after a refusal", text
 
 
 def _refusals(figures: Document) -> Iterator[Row]:
@@ -194,6 +198,11 @@ def _gateway(gateway: Document | None) -> Iterator[Row]:
     for pool, share in gateway["reserved_share_while_queued"].items():
         text = f"mean {share['mean']:.1%}, min {share['min']:.1%} of {share['samples']} samples"
         yield "kvgate", f"reserved / limit while queued, {pool}", text
+    waits = gateway.get("real_over_predicted_wait", {})
+    if waits.get("count"):
+        shown = (bound for bound in ("0.5", "0.8", "1.25", "2") if f"at_most_{bound}" in waits)
+        shares = ", ".join(f"{waits[f'at_most_{bound}']:.1%} <= {bound}" for bound in shown)
+        yield "kvgate", "real / predicted wait", f"{_whole(waits['count'])}: {shares}"
 
 
 def _generator(generator: Document) -> Iterator[Row]:

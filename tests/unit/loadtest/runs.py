@@ -81,4 +81,6 @@ def observations() -> Observations:
     nothing = dict.fromkeys(("reserved", "leases", "queue", "inflight"), 0)
     before = {"queue_full": {0.001: 1.0, 0.005: 1.0, float("inf"): 1.0}}
     after = {"queue_full": {0.001: 91.0, 0.005: 101.0, float("inf"): 101.0}}
-    return Observations({"http://e": samples}, gateway, before, after, nothing)
+    waits = {"predictions_before": {0.8: 0.0, 1.25: 2.0, float("inf"): 2.0}}
+    waits["predictions_after"] = {0.8: 1.0, 1.25: 5.0, float("inf"): 6.0}
+    return Observations({"http://e": samples}, gateway, before, after, nothing, **waits)

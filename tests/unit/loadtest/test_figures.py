@@ -1,5 +1,6 @@
 """The figures of a run written by hand, against what paper says."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from gateway.loadtest.figures import LAG_MS_MAX, LATENESS_MS_MAX, figures
 from gateway.loadtest.observe import Observations
 from gateway.loadtest.percentiles import at_rank
-from gateway.loadtest.records import End, Outcome, Recording, together
+from gateway.loadtest.records import Attempt, End, Outcome, Recording, together
 from gateway.loadtest.scenario import parse
 from gateway.loadtest.series import series
 from tests.unit.loadtest import runs
@@ -94,6 +95,35 @@ def test_gateway(found: dict[str, Any]) -> None:
     assert gateway["refusal_ms"]["queue_full"] == {
         "count": 100, "p50_at_most": 1.0, "p99_at_most": 5.0, "max_at_most": 5.0,
     }  # fmt: skip
+
+
+def test_predicted_waits_are_those_of_the_run(found: dict[str, Any]) -> None:
+    shares = {"at_most_0.8": 0.25, "at_most_1.25": 0.75, "at_most_inf": 1.0}
+    assert found["kvgate"]["real_over_predicted_wait"] == {"count": 4, **shares}
+
+
+@pytest.mark.parametrize(
+    ("after", "taken"),
+    [
+        (Attempt(0, 2.0, End.ANSWERED), 1),
+        (Attempt(0, 2.0, End.TIMED_OUT), 1),
+        (Attempt(0, 2.0, End.REFUSED, "429 queue_timeout"), 1),
+        (Attempt(0, 2.0, End.REFUSED, "429 queue_full", queue_ms=7), 1),
+        (Attempt(0, 2.0, End.REFUSED, "429 queue_full", queue_ms=0), 0),
+    ],
+    ids=lambda value: value.reason or str(value.end) if isinstance(value, Attempt) else "",
+)
+def test_who_comes_back_after_a_refusal_is_granted_queued_or_refused_again(
+    after: Attempt, taken: int
+) -> None:
+    recording = runs.recording()
+    recording.calls = [
+        replace(recording.calls[0], attempts=[Attempt(0, 1.0, End.REFUSED, "429 queue_full"), after])
+    ]
+
+    found = figures(runs.SCENARIO, recording, runs.observations(), 8.0)["attempts"]["back_after_refusal"]
+
+    assert found == {"count": 1, "granted_or_queued": taken, "share": taken}
 
 
 def test_what_a_gateway_still_holds_is_a_leak() -> None:

@@ -9,7 +9,15 @@ import httpx
 import pytest
 
 from gateway.loadtest import observe
-from gateway.loadtest.observe import AdminError, Observer, Page, read_engine, read_refusals, read_state
+from gateway.loadtest.observe import (
+    AdminError,
+    Observer,
+    Page,
+    read_engine,
+    read_predictions,
+    read_refusals,
+    read_state,
+)
 
 VLLM = """# HELP vllm:num_preemptions_total Cumulative number of preemption from the engine.
 # TYPE vllm:num_preemptions_total counter
@@ -65,6 +73,16 @@ def test_a_state_has_its_shares_only_where_calls_wait() -> None:
 
 def test_a_gateway_without_its_store_has_no_sample() -> None:
     assert read_state(2.0, STATE | {"reserved": None}) is None
+
+
+def test_predictions_are_read_over_all_lanes() -> None:
+    text = "".join(
+        f'kvgate_queue_wait_prediction_ratio_bucket{{fleet="a",lane="{lane}",class="normal",le="{le}"}} {count}\n'
+        for lane in ("short", "long")
+        for le, count in (("0.8", 3), ("+Inf", 4))
+    )
+
+    assert read_predictions(text) == {0.8: 6.0, float("inf"): 8.0}
 
 
 def test_refusals_are_read_by_reason() -> None:

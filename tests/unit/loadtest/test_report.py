@@ -65,6 +65,7 @@ def test_cells_hold_the_figures() -> None:
     assert found["refusals: count, p50 / p90 / p99 / max: in the gateway: queue_full"] == [
         "100: p50 <= 1.0 ms, p99 <= 5.0 ms"
     ]
+    assert found["kvgate: real / predicted wait"] == ["4: 25.0% <= 0.8, 75.0% <= 1.25"]
     assert found["kvgate: reserved / limit while queued, demo/only"] == ["mean 85.0%, min 80.0% of 2 samples"]
 
 
