@@ -31,7 +31,8 @@ from gateway.http.proxy import Calls, ClassTerms, EdgeSettings, Proxy
 from gateway.ledger.valkey import HoldLimits, ValkeyLedger
 from gateway.ledger.wire import StoreAway
 from gateway.reload import FileWatch, check_reload
-from gateway.telemetry.logs import CallLog
+from gateway.telemetry.calllog import CallLog
+from gateway.telemetry.logs import CallRecords
 from gateway.telemetry.prometheus import CONTENT_TYPE, Metrics
 from gateway.telemetry.workers import Place, Workers
 from gateway.tokens.tiktoken_counter import TiktokenCounter
@@ -134,11 +135,15 @@ class Gateway:
         self._ends_at = math.inf
         self.calls = Calls()
         self._counter = TiktokenCounter()
+        self._call_log = CallLog(Path(settings.log.calls)) if settings.log.calls else None
         self._metrics = Metrics(
-            _metric_names(settings), [c.name for c in settings.classes], self.calls.inflight
+            _metric_names(settings),
+            [c.name for c in settings.classes],
+            self.calls.inflight,
+            lambda: self._call_log.lost if self._call_log else 0,
         )
         self._workers = self._join(place) if place else None
-        self._call_log = CallLog()
+        self._call_records = CallRecords()
         self._rooms = [FleetRoom(settings, fleet, secrets, self._observe) for fleet in settings.fleets]
         self._keys = Keyring((), None if settings.auth.required else anonymous(settings.default_class))
         self._followed = [*self._follow_keys(), *self._follow_settings()]
@@ -172,7 +177,9 @@ class Gateway:
 
     def _observe(self, fact: Fact) -> None:
         self._metrics(fact)
-        self._call_log(fact)
+        self._call_records(fact)
+        if self._call_log:
+            self._call_log(fact)
 
     def _join(self, place: Place) -> Workers:
         workers = Workers(place, self._metrics.snapshot)
@@ -216,6 +223,8 @@ class Gateway:
     async def start(self) -> None:
         """Return once replicas were asked; what is still missing shows in `problem`."""
         loop = asyncio.get_running_loop()
+        if self._call_log:
+            self._call_log.start()
         if self._workers:
             await self._workers.start()
         for room in self._rooms:
@@ -259,6 +268,8 @@ class Gateway:
             await room.watch.close()
         await self._upstream.close()
         self._counter.close()
+        if self._call_log:
+            await asyncio.to_thread(self._call_log.close)
         if self._workers:
             await self._workers.stop()
 

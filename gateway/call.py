@@ -63,12 +63,16 @@ class Call:
     tried: list[str] = field(default_factory=list)
     """Replicas that failed."""
     sent_at: float = 0.0
+    held_seconds: float = 0.0
+    """For which it had its blocks, on all the replicas that it was sent to."""
     writing_since: float | None = None
     """Set while a write to the client has not returned."""
     usage: Usage | None = None
     output_events: int = 0
     status: int = 0
     """Of the answer; 0 while none has begun."""
+    retry_ms: int | None = None
+    """When to come back, as its client was told."""
     outcome: Outcome | None = None
     reason: Code | None = None
     waited: bool = False

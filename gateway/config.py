@@ -79,6 +79,8 @@ class Admin(_Strict, frozen=True, kw_only=True):
 class Log(_Strict, frozen=True, kw_only=True):
     level: str = "info"
     format: str = "json"
+    calls: Annotated[str, Meta(min_length=1)] | None = None
+    """Absolute once loaded."""
 
 
 class Answers(_Strict, frozen=True, kw_only=True):
@@ -634,6 +636,7 @@ def _completed(settings: Settings, folder: Path) -> Settings:
     return replace(
         settings,
         store=replace(settings.store, ca_file=_absolute(settings.store.ca_file, folder)),
+        log=replace(settings.log, calls=_absolute(settings.log.calls, folder)),
         auth=replace(auth, keys_file=_absolute(keys_file, folder)),
         upstream=replace(upstream, ca_file=_absolute(upstream.ca_file, folder)),
         fleets=tuple(_completed_fleet(fleet, f"fleets[{i}]") for i, fleet in enumerate(settings.fleets)),
@@ -895,15 +898,16 @@ def _parse_expiries(keys: Any) -> None:
 
 
 def _epoch_ms(value: Any, path: str) -> int:
-    moment = _moment(value) if isinstance(value, str) else None
-    if moment is None or moment.tzinfo is None:
+    found = moment(value) if isinstance(value, str) else None
+    if found is None or found.tzinfo is None:
         raise ConfigError(
             path, "has to be a date (2027-01-31) or a date and time with zone (2027-01-31T12:00:00Z)"
         )
-    return round(moment.timestamp() * 1_000)
+    return round(found.timestamp() * 1_000)
 
 
-def _moment(text: str) -> datetime | None:
+def moment(text: str) -> datetime | None:
+    """An ISO date as its first moment in UTC, or a date and time, which may lack a zone; None for anything else."""
     try:
         if len(text) == len("2027-01-31"):
             day = date.fromisoformat(text)

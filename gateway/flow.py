@@ -147,6 +147,7 @@ class Flow:
             return _failed(call, demand, grant, failed)
         finally:
             relay.report()  # who gives the place back asks the call what it used
+            call.held_seconds += time.monotonic() - call.sent_at
             if prefill_over:
                 prefill_over.cancel()
         call.advance(Event.ENDED)
@@ -214,10 +215,11 @@ def _held(call: Call, demand: Demand) -> tuple[int | None, int | None]:
 
 def _quota_corrections(call: Call, demand: Demand) -> list[int]:
     """What nobody got is not charged; of an answer what was generated, as far as it is known."""
-    return corrections(call.charges, _units_used(call, demand)) if call.charges else []
+    return corrections(call.charges, units_used(call, demand)) if call.charges else []
 
 
-def _units_used(call: Call, demand: Demand) -> Units:
+def units_used(call: Call, demand: Demand) -> Units:
+    """What counts against its key: nothing without an answer, of one what the engine reported, else an estimate."""
     if not call.status or call.status >= 400:
         return Units()
     estimate, usage = demand.units, call.usage

@@ -8,32 +8,45 @@ import msgspec
 from gateway.core.outcomes import Code, Outcome
 
 
-class CallEnded(msgspec.Struct, frozen=True):
-    """One call, once, however it ended."""
+class CallEnded(msgspec.Struct, frozen=True, kw_only=True):
+    """One call, once, however it ended.  What has a default was not known of a call that ended early."""
 
     request_id: str
-    fleet: str
-    """Empty when the call ended before its fleet was known."""
-    lane: str
-    pool: str
-    replica: str
+    route: str
+    model: str = ""
+    """As the client asked for it; the fleet's where it named none."""
+    fleet: str = ""
+    lane: str = ""
+    pool: str = ""
+    replica: str = ""
     key: str
     """The configured name of the key, never its secret; empty before authentication."""
+    group: str
     class_: str
     outcome: Outcome
     reason: Code | None
     status: int
+    retry_ms: int | None = None
+    """When to come back, as the client was told."""
     refusal_ms: float | None
     """Last body byte read to answer written, for refusals that never queued."""
-    queue_ms: float
-    predicted_ms: int | None
+    queue_ms: float = 0
+    predicted_ms: int | None = None
     """What the store expected a call to wait that got a ticket, and then a place."""
-    reserved_blocks: int
-    unused_blocks: int | None
+    reserved_blocks: int = 0
+    unused_blocks: int | None = None
     """Blocks reserved but not used, where the engine reported usage."""
-    prompt_tokens_estimated: int
-    prompt_tokens: int | None
-    output_tokens: int | None
+    held_seconds: float = 0
+    """For which `reserved_blocks` were held, on all replicas that were tried."""
+    charged: bool = False
+    """Its tokens count against its key: an answer that is no error began."""
+    prompt_tokens_estimated: int = 0
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    """Of the prompt, those that the engine had in its cache."""
+    output_tokens_estimated: int = 0
+    """What the key is charged without a report of the engine: 0 where nothing is charged."""
+    output_tokens: int | None = None
     duration_ms: float
 
 

@@ -41,6 +41,8 @@ class Usage(msgspec.Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int | None
     """None where the kind of call produces no output tokens."""
+    cached_tokens: int | None = None
+    """Of the prompt's, where the engine tells."""
 
 
 class AnswerFacts(msgspec.Struct, frozen=True):
@@ -56,6 +58,14 @@ _Tokens = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 class _Counts(msgspec.Struct):
     prompt_tokens: _Tokens | None = None
     completion_tokens: _Tokens | None = None
+    prompt_tokens_details: Any = None
+    """Not typed: details of another shape must not cost the counts."""
+
+    @property
+    def cached_tokens(self) -> int | None:
+        details = self.prompt_tokens_details
+        cached = details.get("cached_tokens") if isinstance(details, dict) else None
+        return cached if type(cached) is int and 0 <= cached < 2**53 else None
 
 
 class _Choice(msgspec.Struct):
@@ -81,9 +91,10 @@ class _Frame(msgspec.Struct):
 
     @property
     def counted(self) -> Usage | None:
-        if self.usage is None or self.usage.prompt_tokens is None:
+        usage = self.usage
+        if usage is None or usage.prompt_tokens is None:
             return None
-        return Usage(self.usage.prompt_tokens, self.usage.completion_tokens)
+        return Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)
 
 
 class _PlainChoice(msgspec.Struct, gc=False):

@@ -27,6 +27,8 @@ class Answer(msgspec.Struct, frozen=True):
     status: int
     headers: tuple[tuple[bytes, bytes], ...]
     body: bytes
+    retry_ms: int | None = None
+    """As the headers tell it."""
 
 
 def answer_of(refusal: Refusal, overload_status: int, jitter: float, allow: str = "POST") -> Answer:
@@ -43,8 +45,10 @@ def answer_of(refusal: Refusal, overload_status: int, jitter: float, allow: str 
         (b"x-kvgate-reason", refusal.code.encode()),
         *refusal.headers,
     ]
+    retry_ms = None
     if status in (429, 503) or refusal.code in FLEET_OVERLOAD:
-        headers += _retry_headers(_retry_ms(refusal, jitter))
+        retry_ms = _retry_ms(refusal, jitter)
+        headers += _retry_headers(retry_ms)
     if refusal.should_retry is not None:
         headers.append((b"x-should-retry", b"true" if refusal.should_retry else b"false"))
     if refusal.cached:
@@ -53,7 +57,7 @@ def answer_of(refusal: Refusal, overload_status: int, jitter: float, allow: str 
         headers.append((b"www-authenticate", b"Bearer"))  # RFC 9110, 11.6.1
     if refusal.code is Code.METHOD_NOT_ALLOWED:
         headers.append((b"allow", allow.encode()))
-    return Answer(status, tuple(headers), body)
+    return Answer(status, tuple(headers), body, retry_ms)
 
 
 def error_event(refusal: Refusal) -> bytes:

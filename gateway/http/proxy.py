@@ -21,10 +21,11 @@ from gateway.core.events import CallEnded, Observer
 from gateway.core.headers import request_headers
 from gateway.core.lifecycle import Event, Phase
 from gateway.core.outcomes import Code, Outcome, Refusal
+from gateway.core.quota import Units
 from gateway.core.request import Endpoint, GenerationRequest, parse
 from gateway.core.route import KeyLimits
 from gateway.core.urgency import DEADLINE, PRIORITY, lowered_class, read_deadline
-from gateway.flow import Flow, unshared_blocks_used
+from gateway.flow import Flow, units_used, unshared_blocks_used
 from gateway.http.auth import Key
 from gateway.http.body import (
     BodyBudget,
@@ -42,6 +43,8 @@ from gateway.steps import Begun
 
 log = logging.getLogger("kvgate.proxy")
 
+MODEL_CHARS_MAX = 256
+"""Of a model's name in telemetry; no configured one is longer."""
 MODEL_CHARS_SHOWN = 64
 """A client gets its own model name back in an error, up to this length."""
 CLIENT_STALL_SECONDS = 60.0
@@ -159,6 +162,8 @@ class _Visit:
     writer: Writer | None
     began: float
     share: BodyShare
+    route: str
+    model: str = ""
     key: Key | None = None
     reported: bool = False
 
@@ -201,7 +206,8 @@ class Proxy:
         request_id = safe_request_id(headers.get(b"x-request-id"), own_id)
         writer = scope.get("extensions", {}).get(WRITER)
         share = self._bodies.share()
-        visit = _Visit(request_id, own_id, Incoming(receive), send, writer, time.monotonic(), share)
+        incoming, began = Incoming(receive), time.monotonic()
+        visit = _Visit(request_id, own_id, incoming, send, writer, began, share, scope["path"])
         try:
             await self._visit(visit, scope, headers)
         except ClientLeft:
@@ -261,6 +267,7 @@ class Proxy:
             return request
         if self._calls.draining:
             return DRAINING
+        visit.model = (request.model or "")[:MODEL_CHARS_MAX]
         fleet = self._fleet_of(request, visit.key)
         if isinstance(fleet, Refusal):
             return fleet
@@ -315,7 +322,7 @@ class Proxy:
     async def _refuse_early(self, visit: _Visit, refusal: Refusal, close: bool) -> None:
         answer = self._answer(refusal)
         await _last_write(send_answer(visit.send, answer, visit.request_id, close))
-        self._report_early(visit, refusal, Outcome.REFUSED, refusal.code, answer.status)
+        self._report_early(visit, answer, Outcome.REFUSED, refusal.code, answer.status)
         if close:
             await discard_body(visit.incoming, LINGER_SECONDS, LINGER_BYTES_MAX)
             await visit.send({"type": "http.response.body", "body": b""})
@@ -377,68 +384,71 @@ class Proxy:
 
     async def refuse(self, visit: _Visit, call: Call, refusal: Refusal) -> None:
         answer = self._answer(refusal)
-        call.status = answer.status
+        call.status, call.retry_ms = answer.status, answer.retry_ms
         await _last_write(send_answer(visit.send, answer, call.request_id, close=False))
 
     # -- the report ----------------------------------------------------------------------------------------------
 
     def _report(self, visit: _Visit, call: Call) -> None:
         visit.reported = True
-        demand, grant, now = call.demand, call.grant, time.monotonic()
+        demand, grant, usage, key = call.demand, call.grant, call.usage, visit.key
         refused_at_once = call.outcome is Outcome.REFUSED and not call.waited
         used = unshared_blocks_used(call, demand) if demand else None
-        duration_ms = (now - call.started) * 1000
+        charged = units_used(call, demand) if demand else Units()
+        duration_ms = (time.monotonic() - call.started) * 1000
         waited_in_vain_ms = 0 if refused_at_once else duration_ms
         self._observer(
             CallEnded(
                 request_id=call.request_id,
+                route=visit.route,
+                model=visit.model or call.fleet.engines.shape().model,
                 fleet=call.fleet.name,
                 lane=demand.lane if demand else "",
                 pool=call.fleet.engines.pool(grant.replica) if grant else "",
                 replica=grant.replica if grant else "",
-                key=visit.key.name if visit.key else "",
+                key=key.name if key else "",
+                group=(key.group or "") if key else "",
                 class_=call.terms.class_,
                 outcome=call.outcome or Outcome.CANCELLED,
                 reason=call.reason,
                 status=call.status or 499,
+                retry_ms=call.retry_ms,
                 refusal_ms=duration_ms if refused_at_once else None,
                 queue_ms=grant.queue_ms if grant else waited_in_vain_ms,
                 predicted_ms=grant.predicted_ms if grant else None,
-                reserved_blocks=demand.blocks if demand else 0,
+                reserved_blocks=demand.blocks if demand and grant else 0,
                 unused_blocks=max(0, demand.unshared_blocks - used) if demand and used is not None else None,
+                held_seconds=call.held_seconds,
+                charged=charged.requests > 0,
                 prompt_tokens_estimated=demand.prompt_tokens if demand else 0,
-                prompt_tokens=call.usage.prompt_tokens if call.usage else None,
-                output_tokens=call.usage.completion_tokens if call.usage else call.output_events or None,
+                prompt_tokens=usage.prompt_tokens if usage else None,
+                cached_tokens=usage.cached_tokens if usage else None,
+                output_tokens_estimated=charged.output_tokens,
+                output_tokens=usage.completion_tokens if usage else None,
                 duration_ms=duration_ms,
             )
         )
 
     def _report_early(
-        self, visit: _Visit, refusal: Refusal | None, outcome: Outcome, reason: Code, status: int
+        self, visit: _Visit, answer: Answer | None, outcome: Outcome, reason: Code, status: int
     ) -> None:
-        """A visit that never became a call."""
+        """A visit that never became a call; `answer` is what it was refused with."""
         visit.reported = True
+        key = visit.key
         milliseconds = (time.monotonic() - visit.began) * 1000
         self._observer(
             CallEnded(
                 request_id=visit.request_id,
-                fleet="",
-                lane="",
-                pool="",
-                replica="",
-                key=visit.key.name if visit.key else "",
-                class_=visit.key.class_ if visit.key else "",
+                route=visit.route,
+                model=visit.model,
+                key=key.name if key else "",
+                group=(key.group or "") if key else "",
+                class_=key.class_ if key else "",
                 outcome=outcome,
                 reason=reason,
                 status=status,
-                refusal_ms=milliseconds if refusal else None,
-                queue_ms=0,
-                predicted_ms=None,
-                reserved_blocks=0,
-                unused_blocks=None,
-                prompt_tokens_estimated=0,
-                prompt_tokens=None,
-                output_tokens=None,
+                retry_ms=answer.retry_ms if answer else None,
+                refusal_ms=milliseconds if answer else None,
                 duration_ms=milliseconds,
             )
         )

@@ -143,6 +143,9 @@ class Counted:
         self.reload_failures = Counter("kvgate_reload_failures", "Changes of a file not used", ("file",))
         for file in ("config", "keys"):
             self.reload_failures.add((file,), 0)
+        self.calls_lost = Counter(
+            "kvgate_call_log_lost", "Calls that ended and are not in the file of `log.calls`", ()
+        )
         self.refusals = Histogram(
             "kvgate_refusal_seconds", "Body read to refusal written", ("fleet", "reason"), REFUSAL_SECONDS
         )
@@ -167,7 +170,9 @@ class Counted:
             "kvgate_estimate_error_ratio", "(estimated - real) / real prompt tokens", ("fleet",), ERROR_RATIO
         )
         self.store = Histogram("kvgate_store_seconds", "Round trips to the store", (), STORE_SECONDS)
-        self._counters = self.calls, self.expired, self.healed, self.shared, self.reload_failures
+        self._counters = (
+            self.calls, self.expired, self.healed, self.shared, self.reload_failures, self.calls_lost,
+        )  # fmt: skip
         self._histograms = (
             self.refusals, self.waits, self.predictions, self.ttft, self.gaps, self.unused, self.errors, self.store,
         )  # fmt: skip

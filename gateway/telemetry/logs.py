@@ -26,8 +26,8 @@ CHATTY = ("httpcore", "httpx", "aiohttp", "asyncio", "uvicorn.access")
 calls = logging.getLogger("kvgate.call")
 
 
-class CallLog:
-    """An observer that writes one line for each finished call."""
+class CallRecords:
+    """An observer that makes one record of each finished call."""
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, CallEnded) and calls.isEnabledFor(logging.INFO):
@@ -55,6 +55,9 @@ def _call_fields(event: CallEnded) -> dict[str, Any]:
         "prompt_tokens_estimated": event.prompt_tokens_estimated,
         "prompt_tokens": event.prompt_tokens,
         "output_tokens": event.output_tokens,
+        "output_tokens_estimated": (event.output_tokens_estimated or None)
+        if event.output_tokens is None
+        else None,
     }
     return {name: value for name, value in fields.items() if value is not None and value != ""}
 

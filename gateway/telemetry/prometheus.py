@@ -66,10 +66,14 @@ class Metrics:
         fleets: Mapping[str, Mapping[str, Collection[str]]],
         classes: Collection[str],
         inflight: Callable[[], Mapping[str, int]],
+        calls_lost: Callable[[], int] = lambda: 0,
     ) -> None:
-        """As `know`.  `inflight`: calls of each fleet that this process has now."""
+        """As `know`.  `inflight`: calls of each fleet that this process has now; `calls_lost`: those that its call log
+        has lost since the start."""
         self.know(fleets, classes)
         self._inflight = inflight
+        self._calls_lost = calls_lost
+        self._calls_lost_before = 0
         self._states: dict[str, Mapping[str, Any]] = {}
         self._store_up = False
         self._counted = Counted()
@@ -106,6 +110,9 @@ class Metrics:
 
     def snapshot(self) -> Snapshot:
         """For the other workers."""
+        lost = self._calls_lost()
+        self._counted.calls_lost.add((), lost - self._calls_lost_before)
+        self._calls_lost_before = lost
         return Snapshot(os.getpid(), self._counted.totals(), dict(self._inflight()), self._store_up)
 
     def inherit(self, totals: Totals) -> None:

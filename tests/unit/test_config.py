@@ -58,6 +58,7 @@ def test_defaults_are_those_of_the_design(tmp_path: Path) -> None:
     assert (settings.store.hold_calls_max, settings.store.hold_bytes_max) == (256, 67_108_864)
     assert (settings.server.body_bytes_max, settings.server.n_max) == (8_388_608, 16)
     assert settings.auth.keys_file == str(tmp_path / "keys.yaml")
+    assert settings.log.calls is None
     classes = [(c.name, c.share, c.depth_max, c.seconds_max) for c in settings.classes]
     assert classes == [("high", 0, 1_000, 30), ("normal", 0.2, 1_000, 30), ("low", 0.1, 1_000, 300)]
     fleet = settings.fleets[0]
@@ -361,6 +362,11 @@ def test_the_url_of_the_store_carries_its_certificates(tmp_path: Path) -> None:
         store = loaded(tmp_path, small() | {"store": {"url": url, "ca_file": "our ca.pem"}}).store
         assert store.ca_file == f"{tmp_path}/our ca.pem"
         assert store.url == f"{url}{joint}ssl_ca_certs={tmp_path}/our%20ca.pem"
+
+
+def test_the_call_log_is_beside_the_configuration(tmp_path: Path) -> None:
+    for name, stored in (("calls.jsonl", f"{tmp_path}/calls.jsonl"), ("/var/log/calls", "/var/log/calls")):
+        assert loaded(tmp_path, small() | {"log": {"calls": name}}).log.calls == stored
 
 
 def test_a_password_is_taken_out_of_a_url() -> None:

@@ -41,7 +41,7 @@ def test_the_operator_chooses_the_status_of_overload_only(code: Code, overload_s
     given = answer_of(Refusal(code, "why"), overload_status, 1.0)
     assert given.status == (overload_status if code in FLEET_OVERLOAD else STATUS[code][0])
     may_retry = given.status in (429, 503, 529)
-    assert all((value is not None) == may_retry for value in retry(given))
+    assert all((value is not None) == may_retry for value in (*retry(given), given.retry_ms))
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,9 @@ def test_the_operator_chooses_the_status_of_overload_only(code: Code, overload_s
 def test_when_to_come_back(
     code: Code, retry_ms: int | None, jitter: float, expected: tuple[bytes, bytes]
 ) -> None:
-    assert retry(answer(code, retry_ms, jitter)) == expected
+    given = answer(code, retry_ms, jitter)
+    assert retry(given) == expected
+    assert given.retry_ms == int(expected[1])
 
 
 def test_flags_become_headers() -> None:

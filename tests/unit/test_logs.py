@@ -12,13 +12,12 @@ import pytest
 
 from gateway.core.events import CallEnded, StoreUp
 from gateway.core.outcomes import Code, Outcome
-from gateway.telemetry.logs import CallLog, Logs
+from gateway.telemetry.logs import CallRecords, Logs
 
 REFUSED = CallEnded(
-    request_id="r-1", fleet="llama", lane="", pool="", replica="", key="team-a", class_="normal",
+    request_id="r-1", route="/v1/completions", fleet="llama", key="team-a", group="", class_="normal",
     outcome=Outcome.REFUSED, reason=Code.QUEUE_FULL, status=429, refusal_ms=1.23456,
-    queue_ms=0.0, predicted_ms=None, reserved_blocks=0, unused_blocks=None,
-    prompt_tokens_estimated=12, prompt_tokens=None, output_tokens=None, duration_ms=2.0,
+    prompt_tokens_estimated=12, duration_ms=2.0,
 )  # fmt: skip
 
 
@@ -34,8 +33,8 @@ def logging_to(stream: io.StringIO, level: str = "info", format: str = "json", *
 def test_a_finished_call_is_one_object() -> None:
     stream = io.StringIO()
     with logging_to(stream):
-        CallLog()(REFUSED)
-        CallLog()(StoreUp(True))
+        CallRecords()(REFUSED)
+        CallRecords()(StoreUp(True))
     (line,) = stream.getvalue().splitlines()
     written = json.loads(line)
     time = written.pop("time")
@@ -51,7 +50,7 @@ def test_a_finished_call_is_one_object() -> None:
 def test_a_finished_call_is_one_line_of_text() -> None:
     stream = io.StringIO()
     with logging_to(stream, format="text"):
-        CallLog()(REFUSED)
+        CallRecords()(REFUSED)
     (line,) = stream.getvalue().splitlines()
     assert " INFO    kvgate.call: call ended request_id=r-1 fleet=llama key=team-a class=normal" in line
 
@@ -60,7 +59,7 @@ def test_a_finished_call_is_one_line_of_text() -> None:
 def test_levels_are_kept(format: str) -> None:
     stream = io.StringIO()
     with logging_to(stream, "warning", format):
-        CallLog()(REFUSED)
+        CallRecords()(REFUSED)
         logging.getLogger("kvgate.x").warning("seen %d", 1)
         logging.getLogger("httpx").info("chatter")
     assert "seen 1" in stream.getvalue()

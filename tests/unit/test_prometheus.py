@@ -51,11 +51,11 @@ def value(source: Metrics, name: str, roll: RollCall | None = None, **labels: st
 
 def ended(**changes: Any) -> CallEnded:
     usual: dict[str, Any] = {
-        "request_id": "r", "fleet": "llama", "lane": "short", "pool": "short", "replica": "s0", "key": "team-a",
-        "class_": "normal", "outcome": Outcome.COMPLETED, "reason": None, "status": 200, "refusal_ms": None,
-        "queue_ms": 40.0, "predicted_ms": None, "reserved_blocks": 10, "unused_blocks": 3,
-        "prompt_tokens_estimated": 150, "prompt_tokens": 100,
-        "output_tokens": 5, "duration_ms": 900.0,
+        "request_id": "r", "route": "/v1/completions", "fleet": "llama", "lane": "short", "pool": "short",
+        "replica": "s0", "key": "team-a", "group": "", "class_": "normal", "outcome": Outcome.COMPLETED,
+        "reason": None, "status": 200, "refusal_ms": None, "queue_ms": 40.0, "reserved_blocks": 10,
+        "unused_blocks": 3, "prompt_tokens_estimated": 150, "prompt_tokens": 100, "output_tokens": 5,
+        "duration_ms": 900.0,
     }  # fmt: skip
     return CallEnded(**(usual | changes))
 
@@ -317,6 +317,19 @@ def test_a_process_counts_on_from_the_one_before() -> None:
     place = {"fleet": "llama", "pool": "short", "class_": "high"}
     assert value(after, "kvgate_inter_token_seconds_sum", **place) == pytest.approx(0.0405)
     assert value(after, "kvgate_inter_token_seconds_bucket", le="0.001", **place) == 1
+
+
+def test_calls_that_the_log_lost_are_counted_once_and_by_the_next_process_too() -> None:
+    lost = 2
+    source = Metrics(FLEETS, CLASSES, dict, lambda: lost)
+    name = "kvgate_call_log_lost_total"
+    assert value(source, name) == 2
+    lost = 5
+    assert value(source, name) == value(source, name, roll_of(source)) == 5
+    after = metrics()
+    assert value(after, name) == 0
+    after.inherit(source.snapshot().totals)
+    assert value(after, name) == 5
 
 
 def test_a_snapshot_is_a_copy_and_can_be_sent() -> None:

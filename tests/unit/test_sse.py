@@ -309,3 +309,28 @@ def test_unbelievable_usage_is_no_usage(usage: object) -> None:
 def test_a_body_that_is_no_stream(body: bytes, usage: Usage | None, failure: Failure | None) -> None:
     answer = inspect_answer(body)
     assert (answer.usage, answer.failure) == (usage, failure)
+
+
+@pytest.mark.parametrize(
+    ("details", "cached"),
+    [
+        ({"cached_tokens": 8}, 8),
+        ({"cached_tokens": 0, "created_cache_tokens": 3}, 0),
+        (None, None),
+        ({}, None),
+        ({"cached_tokens": None}, None),
+        ({"cached_tokens": True}, None),
+        ({"cached_tokens": 8.0}, None),
+        ({"cached_tokens": -1}, None),
+        ({"cached_tokens": 2**53}, None),
+        ([8], None),
+        ("8", None),
+        ({"\ud800": 1, "cached_tokens": 8}, 8),
+    ],
+)
+def test_cached_tokens_are_told_and_never_cost_the_counts(details: object, cached: int | None) -> None:
+    counts = {"prompt_tokens": 11, "completion_tokens": 5, "prompt_tokens_details": details}
+    body = json.dumps({"choices": [{"finish_reason": "stop"}], "usage": counts}).encode()
+    assert inspect_answer(body).usage == Usage(11, 5, cached)
+    _, inspector = run(ROLE + b"data: " + body + b"\n\n" + DONE, [])
+    assert inspector.usage == Usage(11, 5, cached)
