@@ -1,4 +1,4 @@
-"""The command line: `kvgate serve | mock | loadtest | check-config | verify | keys`."""
+"""The command line: `kvgate serve | mock | loadtest | check-config | verify | keys | usage`."""
 
 import argparse
 import asyncio
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from gateway import __version__, keys
+from gateway import __version__, keys, usage
 from gateway.config import (
     ConfigError,
     KeyEntry,
@@ -22,10 +22,13 @@ from gateway.ledger.verify import NotVerified, Report, verify
 from gateway.loadtest import command as loadtest
 from gateway.mock import serve as mock
 from gateway.serve import DemoError, serve, serve_demo, serve_inherited
+from gateway.telemetry.callreader import NotACallLog
 from gateway.telemetry.workers import Place
 from gateway.tokens.tiktoken_counter import VocabularyError
 
-OPERATOR_ERRORS = (ConfigError, EmbeddedStoreError, VocabularyError, DemoError, NotVerified, OSError)
+OPERATOR_ERRORS = (
+    ConfigError, EmbeddedStoreError, VocabularyError, DemoError, NotVerified, NotACallLog, OSError,
+)  # fmt: skip
 """Told in one line, without a traceback."""
 
 
@@ -90,6 +93,12 @@ def _parser() -> argparse.ArgumentParser:
 
     keys_ = commands.add_parser("keys", help="make, list, rotate and revoke API keys in a keys file")
     keys.add_arguments(keys_)
+
+    usage_ = commands.add_parser(
+        "usage", help="sum up call logs: tokens and blocks by key, group, fleet, ..."
+    )
+    usage.add_arguments(usage_)
+    usage_.set_defaults(run=_usage)
     return parser
 
 
@@ -120,6 +129,10 @@ def _serve(parsed: argparse.Namespace) -> int:
 
 def _loadtest(parsed: argparse.Namespace) -> int:
     return loadtest.run(parsed, os.environ)
+
+
+def _usage(parsed: argparse.Namespace) -> int:
+    return usage.run(parsed, os.environ)
 
 
 def _check_config(parsed: argparse.Namespace) -> int:
