@@ -14,20 +14,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from gateway import __version__
 from gateway.call import Fleet
 from gateway.config import Fleet as FleetSettings
-from gateway.config import KeyEntry, PriorityClass, Secrets, Settings, load_keys
-from gateway.core import quota
+from gateway.config import PriorityClass, Secrets, Settings, load_keys
 from gateway.core.events import Event as Fact
 from gateway.core.lifecycle import Event
 from gateway.flow import Flow
 from gateway.http.admin import create_api
-from gateway.http.auth import Key, Keyring, anonymous
+from gateway.http.auth import Keyring, anonymous
 from gateway.http.errors import safe_request_id
 from gateway.http.proxy import Calls, ClassTerms, EdgeSettings, Proxy
+from gateway.keybook import Entries, KeyBook
+from gateway.keydesk import KeyDesk
+from gateway.ledger.sharedkeys import FollowedKeys
 from gateway.ledger.valkey import HoldLimits, ValkeyLedger
 from gateway.ledger.wire import StoreAway
 from gateway.reload import FileWatch, check_reload
@@ -146,7 +146,12 @@ class Gateway:
         self._call_records = CallRecords()
         self._rooms = [FleetRoom(settings, fleet, secrets, self._observe) for fleet in settings.fleets]
         self._keys = Keyring((), None if settings.auth.required else anonymous(settings.default_class))
+        self._book = KeyBook(self._keys)
         self._followed = [*self._follow_keys(), *self._follow_settings()]
+        in_store = settings.auth.keys_in_store
+        self._shared = FollowedKeys(
+            settings.store.url, self._book.read_stored if in_store else None, self.calls.cut
+        )
         upstream = settings.upstream
         limits = UpstreamLimits(
             upstream.connect_seconds,
@@ -171,6 +176,7 @@ class Gateway:
             self.problem,
             self._render_metrics,
             self.state,
+            KeyDesk(self._book, self._shared, in_store, [c.name for c in settings.classes], self._models),
             secrets.admin_token,
             __version__,
         )
@@ -200,8 +206,8 @@ class Gateway:
         path = Path(self._settings.auth.keys_file)
         read = partial(_read_keys, path, [class_.name for class_ in self._settings.classes])
         keys = read()
-        self._keys.replace(keys)
-        yield FileWatch(path, keys, read, self._keys.replace, partial(self._metrics.reload_failed, "keys"))
+        self._book.use_file(keys)
+        yield FileWatch(path, keys, read, self._book.use_file, partial(self._metrics.reload_failed, "keys"))
 
     def _follow_settings(self) -> Iterator[FileWatch[Any]]:
         if self._source:
@@ -236,6 +242,9 @@ class Gateway:
             self._tasks.append(loop.create_task(room.ledger.run()))
         self._tasks.append(loop.create_task(self.calls.watch_writes()))
         self._tasks += [loop.create_task(watch.run()) for watch in self._followed]
+        if self._settings.auth.keys_in_store or self._secrets.admin_token:
+            await self._shared.poll()
+            self._tasks.append(loop.create_task(self._shared.run()))
 
     def drain(self) -> None:
         """Not ready from now on; after the grace period what still runs is ended.  A second call ends that period."""
@@ -264,6 +273,7 @@ class Gateway:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._shared.close()
         for room in self._rooms:
             await room.watch.close()
         await self._upstream.close()
@@ -284,7 +294,7 @@ class Gateway:
                 return f"the store does not answer, or was just started and does not admit yet: {room.fleet.name}"
             if not any(state.up for state in room.watch.states()):
                 return f"no replica of fleet {room.fleet.name} is up"
-        return ""
+        return "" if self._shared.up_to_date else "the keys in the store were not read yet"
 
     async def state(self) -> dict[str, Any]:
         """What the store and the workers of this command hold; the numbers at the top are sums over fleets."""
@@ -345,26 +355,8 @@ def _sum(values: Iterable[int | None]) -> int | None:
     return None if None in found else sum(value or 0 for value in found)
 
 
-def _read_keys(path: Path, classes: list[str]) -> tuple[Key, ...]:
-    return tuple(_key(entry) for entry in load_keys(path, classes))
-
-
-def _key(entry: KeyEntry) -> Key:
-    limits = entry.limits
-    return Key(
-        name=entry.name,
-        class_=entry.class_,
-        weight=entry.weight,
-        group=entry.group,
-        models=None if entry.models is None else frozenset(entry.models),
-        requests_max=limits.requests_max,
-        blocks_max=limits.blocks_max,
-        context_tokens_max=limits.context_tokens_max,
-        max_output_tokens=limits.max_output_tokens,
-        quotas=quota.of_limits(msgspec.structs.asdict(limits), limits.minute_burst),
-        expires_ms=entry.expires_ms,
-        digest=bytes.fromhex(entry.sha256),
-    )
+def _read_keys(path: Path, classes: list[str]) -> Entries:
+    return Entries.of(load_keys(path, classes))
 
 
 def _replica_specs(fleet: FleetSettings) -> list[ReplicaSpec]:

@@ -29,6 +29,8 @@ class Fleet:
 class Terms(msgspec.Struct, frozen=True):
     """What a caller's key and class allow."""
 
+    caller: str
+    """The key's own name."""
     key: str
     """The name under which the ledger keeps what the key holds; keys of one group share it."""
     class_: str
@@ -55,6 +57,8 @@ class Call:
     started: float
     """When the last byte of the body had been read; like all times here seconds of the monotonic clock."""
     task: asyncio.Task[object]
+    arrived: float = 0.0
+    """When the head of the request had come."""
     phase: Phase = Phase.ESTIMATING
     demand: Demand | None = None
     charges: tuple[Charge, ...] = ()

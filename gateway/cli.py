@@ -1,4 +1,4 @@
-"""The command line: `kvgate serve | mock | loadtest | check-config | verify | keys | usage`."""
+"""The command line: `kvgate serve | mock | loadtest | check-config | verify | keys | cut | usage`."""
 
 import argparse
 import asyncio
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gateway import __version__, keys, usage
+from gateway.adminclient import AdminError
 from gateway.config import (
     ConfigError,
     KeyEntry,
@@ -27,7 +28,7 @@ from gateway.telemetry.workers import Place
 from gateway.tokens.tiktoken_counter import VocabularyError
 
 OPERATOR_ERRORS = (
-    ConfigError, EmbeddedStoreError, VocabularyError, DemoError, NotVerified, NotACallLog, OSError,
+    ConfigError, EmbeddedStoreError, VocabularyError, DemoError, NotVerified, NotACallLog, AdminError, OSError,
 )  # fmt: skip
 """Told in one line, without a traceback."""
 
@@ -91,8 +92,12 @@ def _parser() -> argparse.ArgumentParser:
     verify_.add_argument("--fleet", metavar="NAME", help="this fleet only")
     verify_.set_defaults(run=_verify)
 
-    keys_ = commands.add_parser("keys", help="make, list, rotate and revoke API keys in a keys file")
+    keys_ = commands.add_parser("keys", help="make, list, rotate and revoke API keys, in a file or the store")
     keys.add_arguments(keys_)
+    keys_.set_defaults(run=lambda parsed: keys.run(parsed, os.environ))
+    cut = commands.add_parser("cut", help="end what runs and waits of a key, on all gateways")
+    keys.add_cut_arguments(cut)
+    cut.set_defaults(run=lambda parsed: keys.cut(parsed, os.environ))
 
     usage_ = commands.add_parser(
         "usage", help="sum up call logs: tokens and blocks by key, group, fleet, ..."

@@ -92,7 +92,8 @@ class Answers(_Strict, frozen=True, kw_only=True):
 class Auth(_Strict, frozen=True, kw_only=True):
     required: bool = True
     keys_file: Annotated[str, Meta(min_length=1)] | None = None
-    """Absolute once loaded; `keys.yaml` beside the configuration where one is required and none is named."""
+    """Absolute once loaded; `keys.yaml` beside the configuration where keys are required and nowhere else."""
+    keys_in_store: bool = False
 
 
 class Server(_Strict, frozen=True, kw_only=True):
@@ -268,6 +269,16 @@ def parse_keys(text: str, name: str, classes: Collection[str] | None) -> tuple[K
         return _with_group_limits(keys)
     except ConfigError as error:
         raise ConfigError(error.path, error.problem, document.where(error.path)) from None
+
+
+def parse_key(fields: Mapping[str, Any]) -> KeyEntry:
+    """One entry as a keys file may have it, checked alone; raises ConfigError, whose path begins in the entry."""
+    raw = dict(fields)
+    if raw.get("expires") is not None:
+        raw["expires"] = _epoch_ms(raw["expires"], "expires")
+    entry = _convert(raw, KeyEntry)
+    _check_class_name(entry.class_, "class")
+    return entry
 
 
 def load_secrets(settings: Settings, environ: Mapping[str, str]) -> Secrets:
@@ -632,7 +643,7 @@ def _shown(value: Any) -> str:
 def _completed(settings: Settings, folder: Path) -> Settings:
     """Defaults that follow from other values, and absolute paths."""
     auth, upstream = settings.auth, settings.upstream
-    keys_file = auth.keys_file or ("keys.yaml" if auth.required else None)
+    keys_file = auth.keys_file or ("keys.yaml" if auth.required and not auth.keys_in_store else None)
     return replace(
         settings,
         store=replace(settings.store, ca_file=_absolute(settings.store.ca_file, folder)),
@@ -705,6 +716,10 @@ def _port(url: SplitResult) -> int:
 
 def _check(settings: Settings) -> None:
     _check_store(settings.store)
+    if settings.auth.keys_in_store and settings.store.url == "embedded":
+        raise ConfigError(
+            "auth.keys_in_store", "an embedded store forgets them when it ends: use auth.keys_file"
+        )
     _one_of("log.level", settings.log.level, ("debug", "info", "warning", "error"))
     _one_of("log.format", settings.log.format, ("json", "text"))
     _one_of("answers.overload_status", settings.answers.overload_status, (429, 503, 529))
@@ -926,14 +941,16 @@ def _check_keys(keys: tuple[KeyEntry, ...], classes: Collection[str] | None) -> 
         hashes[key.sha256] = i
         if classes is not None and key.class_ not in classes:
             raise ConfigError(f"keys[{i}].class", f"unknown class, known are {', '.join(classes)}")
-        if not re.match(NAME, key.class_):
-            raise ConfigError(
-                f"keys[{i}].class", f"1 to {NAME_LENGTH_MAX} of the characters a-z 0-9 - are needed"
-            )
+        _check_class_name(key.class_, f"keys[{i}].class")
     names = {key.name: key.group for key in keys}
     for i, key in enumerate(keys):
         if key.group in names and names[key.group] != key.group:
             raise ConfigError(f"keys[{i}].group", f"{key.group!r} is the name of a key outside of the group")
+
+
+def _check_class_name(name: str, path: str) -> None:
+    if not re.match(NAME, name):
+        raise ConfigError(path, f"1 to {NAME_LENGTH_MAX} of the characters a-z 0-9 - are needed")
 
 
 def _with_group_limits(keys: tuple[KeyEntry, ...]) -> tuple[KeyEntry, ...]:

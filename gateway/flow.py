@@ -244,10 +244,17 @@ def unshared_blocks_used(call: Call, demand: Demand) -> int | None:
 WORDS = {
     Code.DRAINING: "this gateway is shutting down",
     Code.LEASE_LOST: "the place of this request was given to another one while the store was out of reach",
+    Code.CUT: "an operator has ended the calls of this key",
     Code.UPSTREAM_ERROR: "the engine failed or could not be reached",
     Code.UPSTREAM_TIMEOUT: "the engine did not answer in time",
 }
 RETRY_MS = {Code.DRAINING: 1000, Code.LEASE_LOST: 1000}
+SHOULD_RETRY = {Code.CUT: False}
+
+
+def refusal_of(code: Code) -> Refusal:
+    """An ending from outside, in words."""
+    return Refusal(code, WORDS[code], retry_ms=RETRY_MS.get(code), should_retry=SHOULD_RETRY.get(code))
 
 
 async def _tell(call: Call, client: Client, ending: Refusal | Step | None) -> None:
@@ -257,7 +264,7 @@ async def _tell(call: Call, client: Client, ending: Refusal | Step | None) -> No
         call.reason, call.waited = ending.code, ending.waited
         await client.refuse(call, ending)
     elif ending is not None and ending.code in WORDS:
-        refusal = Refusal(ending.code, WORDS[ending.code], retry_ms=RETRY_MS.get(ending.code))
+        refusal = refusal_of(ending.code)
         if ending.action is Action.ERROR_EVENT:
             await client.fail(call, refusal)
         elif ending.action is Action.ANSWER:

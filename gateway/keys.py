@@ -1,34 +1,33 @@
-"""The commands `kvgate keys create | list | rotate | revoke` on a keys file, which every gateway follows.
+"""The commands `kvgate keys create | list | rotate | revoke` and `kvgate cut`.
 
-A secret is shown once, by itself on the last line of the output, and only after its digest is in the file.
+With `--file` they edit a keys file, which every gateway follows; else they ask the gateway of `KVGATE_ADMIN_URL` for
+the keys in the store.  A secret is shown once, by itself on the last line of the output, and only after its digest is
+where it counts.
 """
 
 import argparse
 import re
-from collections.abc import Sequence
-from datetime import UTC, datetime, timedelta
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gateway import keysfile
-from gateway.config import ConfigError, KeyEntry, Limits, load_keys, parse_keys
+from gateway import adminclient, keysfile
+from gateway.adminclient import AdminClient, AdminError, segment
+from gateway.config import ConfigError, Limits, load_keys, parse_keys
 from gateway.http.auth import new_key
+from gateway.keybook import row_of
 
 NUMBER = r"\d{1,12}(\.\d{1,4})?"
-DIGEST_SHOWN = 8
-"""Characters: enough to tell entries apart."""
-EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-LATEST_MS = 253_402_300_799_000
-"""The last second of the year 9999."""
+IN_STORE = "in the store"
+GO_ON = "running streams go on"
+
+Environ = Mapping[str, str]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(required=True, metavar="command")
-    create = commands.add_parser(
-        "create", help="make a key: its entry goes into the file, its secret is shown once"
-    )
+    create = commands.add_parser("create", help="make a key; its secret is shown once")
     create.add_argument("name", metavar="NAME", help="what logs, metrics and the admin API call it")
-    create.add_argument("--file", type=Path, help="the keys file (YAML); without it the entry is printed")
     create.add_argument("--class", dest="class_", metavar="C", help="its class (default normal)")
     create.add_argument(
         "--weight", type=int, metavar="N", help="its share among the keys of its class (default 1)"
@@ -43,58 +42,116 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"one of {', '.join(_limit_names())}",
     )
     create.add_argument("--expires", metavar="DATE", help="2027-01-31, or 2027-01-31T12:00:00Z")
-    create.set_defaults(run=_create)
+    create.set_defaults(act=_create)
 
-    list_ = commands.add_parser("list", help="show the keys of a file, never a secret")
-    list_.set_defaults(run=_list)
+    list_ = commands.add_parser("list", help="show the keys, never a secret")
+    list_.set_defaults(act=_list)
     rotate = commands.add_parser("rotate", help="a new secret under the same name; the old one ends at once")
-    rotate.set_defaults(run=_rotate)
-    revoke = commands.add_parser("revoke", help="take a key out; its running streams go on")
-    revoke.set_defaults(run=_revoke)
+    rotate.set_defaults(act=_rotate)
+    revoke = commands.add_parser("revoke", help="end a key; its running streams go on")
+    revoke.add_argument("--cut", action="store_true", help="they end too; for keys in the store")
+    revoke.set_defaults(act=_revoke)
     for command in (rotate, revoke):
         command.add_argument("name", metavar="NAME")
-    for command in (list_, rotate, revoke):
-        command.add_argument("--file", type=Path, required=True, help="the keys file (YAML)")
+    for command in (create, list_, rotate, revoke):
+        command.add_argument(
+            "--file",
+            type=Path,
+            help=f"a keys file (YAML); without it the keys in the store, by {adminclient.URL} and {adminclient.TOKEN}",
+        )
+
+
+def run(parsed: argparse.Namespace, environ: Environ) -> int:
+    """The exit status.  Raises ConfigError, AdminError or OSError; then nothing was changed."""
+    parsed.act(parsed, environ)
+    return 0
+
+
+def add_cut_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--key", required=True, metavar="NAME", help="a key of the file or the store")
+
+
+def cut(parsed: argparse.Namespace, environ: Environ) -> int:
+    """As `run`."""
+    told = AdminClient(environ).post("/cut", {"key": parsed.key})
+    print(_cut_text(parsed.key, told["calls_cut_here"]))
+    if not told["is_a_key"]:
+        print(f"No key is called {parsed.key} now.")
+    return 0
 
 
 # Commands ---------------------------------------------------------------------------------------------------
 
 
-def _create(parsed: argparse.Namespace) -> int:
+def _create(parsed: argparse.Namespace, environ: Environ) -> None:
     secret, digest = new_key()
     entry = _entry(parsed, digest)
-    if parsed.file is None:
+    if parsed.file is not None:
+        file = parsed.file
+        keysfile.edit(file, lambda text: keysfile.with_key(text, file.name, entry), create=True)
+        print(f"{parsed.name} is in {file}; its secret is shown only now:\n{secret}")
+    elif environ.get(adminclient.URL):
+        del entry["sha256"]
+        made = AdminClient(environ).post("/keys", entry)
+        print(f"{parsed.name} is {IN_STORE}; its secret is shown only now:\n{made['secret']}")
+    else:
         print(f"the entry for the keys file:\n{keysfile.entry_line(entry)}\n")
         print(f"the secret of {parsed.name}, shown only now:\n{secret}")
-        return 0
-    file = parsed.file
-    keysfile.edit(file, lambda text: keysfile.with_key(text, file.name, entry), create=True)
-    print(f"{parsed.name} is in {file}; its secret is shown only now:\n{secret}")
-    return 0
 
 
-def _list(parsed: argparse.Namespace) -> int:
-    rows = [_row(key) for key in load_keys(parsed.file, None)]
-    print("\n".join(_table(["NAME", "CLASS", "WEIGHT", "GROUP", "LIMITS", "EXPIRES", "SHA256"], rows)))
-    return 0
+def _list(parsed: argparse.Namespace, environ: Environ) -> None:
+    head = ["NAME", "CLASS", "WEIGHT", "GROUP", "LIMITS", "EXPIRES", "SHA256"]
+    if parsed.file is not None:
+        rows = [_cells(row_of(key)) for key in load_keys(parsed.file, None)]
+    else:
+        head.append("SOURCE")
+        rows = [[*_cells(row), row["source"]] for row in _client(parsed, environ).get("/keys")["keys"]]
+    print("\n".join(_table(head, rows)))
 
 
-def _rotate(parsed: argparse.Namespace) -> int:
-    secret, digest = new_key()
-    file = parsed.file
-    keysfile.edit(file, lambda text: keysfile.with_digest(text, file.name, parsed.name, digest))
+def _rotate(parsed: argparse.Namespace, environ: Environ) -> None:
+    if parsed.file is not None:
+        secret, digest = new_key()
+        file = parsed.file
+        keysfile.edit(file, lambda text: keysfile.with_digest(text, file.name, parsed.name, digest))
+    else:
+        secret = _client(parsed, environ).post(f"/keys/{segment(parsed.name)}/rotate")["secret"]
     print(
-        f"{parsed.name} has a new secret; calls with the old one are refused within a second, running streams go on."
+        f"{parsed.name} has a new secret; calls with the old one are refused within a second, {GO_ON}.\n"
+        f"The new one is shown only now:\n{secret}"
     )
-    print(f"The new one is shown only now:\n{secret}")
-    return 0
 
 
-def _revoke(parsed: argparse.Namespace) -> int:
+def _revoke(parsed: argparse.Namespace, environ: Environ) -> None:
     file = parsed.file
-    keysfile.edit(file, lambda text: keysfile.without_key(text, file.name, parsed.name))
-    print(f"{parsed.name} is out of {file}: new calls are refused within a second, running streams go on.")
-    return 0
+    if file is not None and parsed.cut:
+        raise ConfigError(
+            "--cut", "is for keys in the store; here `kvgate cut --key NAME` a second later ends them"
+        )
+    if file is not None:
+        keysfile.edit(file, lambda text: keysfile.without_key(text, file.name, parsed.name))
+        print(f"{parsed.name} is out of {file}: new calls are refused within a second, {GO_ON}.")
+        return
+    wanted = "?cut=true" if parsed.cut else ""
+    told = _client(parsed, environ).delete(f"/keys/{segment(parsed.name)}{wanted}")
+    goes_on = "" if parsed.cut else f", {GO_ON}"
+    print(f"{parsed.name} is not {IN_STORE} any more: new calls are refused within a second{goes_on}.")
+    if parsed.cut:
+        print(_cut_text(parsed.name, told["calls_cut_here"]))
+
+
+def _client(parsed: argparse.Namespace, environ: Environ) -> AdminClient:
+    if not environ.get(adminclient.URL):
+        raise AdminError(f"--file is needed, or {adminclient.URL} for the keys {IN_STORE}")
+    return AdminClient(environ)
+
+
+def _cut_text(name: str, count: int) -> str:
+    calls = "1 call" if count == 1 else f"{count} calls"
+    return (
+        f"{calls} of {name} ended in the process that was asked; every other one ends its own within a second, "
+        "which nobody counts here."
+    )
 
 
 # The entry --------------------------------------------------------------------------------------------------
@@ -147,34 +204,18 @@ def _limits(options: Sequence[str]) -> list[tuple[str, int | float]]:
 # The table --------------------------------------------------------------------------------------------------
 
 
-def _row(key: KeyEntry) -> list[str]:
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    """Of the limits those that differ from the defaults; of a key in a group they are the group's."""
+    limits = ",".join(f"{name}={value}" for name, value in row["limits"].items())
     return [
-        key.name,
-        key.class_,
-        str(key.weight),
-        key.group or "-",
-        _limits_text(key.limits),
-        _date_text(key.expires_ms),
-        key.sha256[:DIGEST_SHOWN],
+        row["name"],
+        row["class"],
+        str(row["weight"]),
+        row["group"] or "-",
+        limits or "-",
+        row["expires"] or "-",
+        row["sha256"],
     ]
-
-
-def _limits_text(limits: Limits) -> str:
-    """Those that differ from the defaults; of a key in a group they are the group's."""
-    stated = [
-        f"{name}={getattr(limits, name)}"
-        for name in _limit_names()
-        if getattr(limits, name) != getattr(Limits(), name)
-    ]
-    return ",".join(stated) or "-"
-
-
-def _date_text(expires_ms: int | None) -> str:
-    """To the second; what lies outside of the years 1970 to 9999 is shown as their end."""
-    if expires_ms is None:
-        return "-"
-    moment = EPOCH + timedelta(milliseconds=min(max(expires_ms, 0), LATEST_MS))
-    return f"{moment:%Y-%m-%dT%H:%M:%SZ}"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -4,14 +4,19 @@
 --- @include "configure"
 --- @include "page"
 --- @include "snapshot"
+--- @include "callers"
 
-local function offer(name, module, flags)
-  redis.register_function({function_name = LIBRARY .. '_' .. name, callback = module.run, flags = flags})
+local function offer(name, callback, flags)
+  redis.register_function({function_name = LIBRARY .. '_' .. name, callback = callback, flags = flags})
 end
 
 -- At its memory limit the store must still take what gives memory back.
-offer('step', step, {'allow-oom'})
-offer('hello', hello, {'allow-oom'})
-offer('configure', configure, {'allow-oom'})
-offer('page', page, {'allow-oom', 'no-writes'})
-offer('snapshot', snapshot, {'allow-oom', 'no-writes'})
+offer('step', step.run, {'allow-oom'})
+offer('hello', hello.run, {'allow-oom'})
+offer('configure', configure.run, {'allow-oom'})
+offer('page', page.run, {'allow-oom', 'no-writes'})
+offer('snapshot', snapshot.run, {'allow-oom', 'no-writes'})
+offer('callers_follow', callers.follow, {'allow-oom', 'no-writes'})
+offer('callers_change', callers.change, {'allow-oom'})
+offer('callers_restore', callers.restore, {'allow-oom'})
+offer('callers_cut', callers.cut, {'allow-oom'})

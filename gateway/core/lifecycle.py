@@ -37,6 +37,7 @@ class Event(StrEnum):
     ENDED = "the answer is complete"
     LEASE_LOST = "the place was given to somebody else"
     GRACE_OVER = "the grace period of the shutdown is over"
+    CUT = "an operator ended the key's calls"
 
 
 class Action(Enum):
@@ -86,17 +87,20 @@ TABLE: dict[tuple[Phase, Event], Step] = {
     (_P.READING, _E.LEFT): _LEFT,
     (_P.READING, _E.DRAINED): _DRAINED,
     (_P.READING, _E.GRACE_OVER): _DRAINED,
+    (_P.READING, _E.CUT): _answer(Code.CUT),
     (_P.ESTIMATING, _E.COUNTED): _go_on(_P.WAITING),
     (_P.ESTIMATING, _E.REFUSED): _REFUSED,
     (_P.ESTIMATING, _E.LEFT): _LEFT,
     (_P.ESTIMATING, _E.DRAINED): _DRAINED,
     (_P.ESTIMATING, _E.GRACE_OVER): _DRAINED,
+    (_P.ESTIMATING, _E.CUT): _answer(Code.CUT),
     (_P.WAITING, _E.GRANTED): _go_on(_P.CONNECTING),
     (_P.WAITING, _E.REFUSED): _REFUSED,
     (_P.WAITING, _E.LEFT): _LEFT,
     (_P.WAITING, _E.LEASE_LOST): _answer(Code.LEASE_LOST),
     (_P.WAITING, _E.DRAINED): _DRAINED,
     (_P.WAITING, _E.GRACE_OVER): _DRAINED,
+    (_P.WAITING, _E.CUT): _answer(Code.CUT),
     (_P.CONNECTING, _E.FAILED): Step(_P.WAITING, Action.MOVE),
     (_P.CONNECTING, _E.TIMED_OUT): Step(_P.WAITING, Action.MOVE),
     (_P.CONNECTING, _E.FAILED_FOR_GOOD): _answer(Code.UPSTREAM_ERROR),
@@ -106,6 +110,7 @@ TABLE: dict[tuple[Phase, Event], Step] = {
     (_P.CONNECTING, _E.DRAINED): _go_on(_P.CONNECTING),
     (_P.CONNECTING, _E.LEASE_LOST): _answer(Code.LEASE_LOST),
     (_P.CONNECTING, _E.GRACE_OVER): _answer(Code.DRAINING),
+    (_P.CONNECTING, _E.CUT): _answer(Code.CUT),
     (_P.STREAMING, _E.ENDED): Step(_P.SETTLED, Action.STOP, None, Outcome.COMPLETED),
     (_P.STREAMING, _E.FAILED_FOR_GOOD): _error_event(Code.UPSTREAM_ERROR),
     (_P.STREAMING, _E.TIMED_OUT_FOR_GOOD): _error_event(Code.UPSTREAM_TIMEOUT),
@@ -113,6 +118,7 @@ TABLE: dict[tuple[Phase, Event], Step] = {
     (_P.STREAMING, _E.DRAINED): _go_on(_P.STREAMING),
     (_P.STREAMING, _E.LEASE_LOST): _error_event(Code.LEASE_LOST),
     (_P.STREAMING, _E.GRACE_OVER): _error_event(Code.DRAINING),
+    (_P.STREAMING, _E.CUT): _error_event(Code.CUT),
     **{(_P.SETTLED, event): Step(_P.SETTLED, Action.STOP) for event in Event},
 }
 

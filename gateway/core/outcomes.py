@@ -35,6 +35,7 @@ class Code(StrEnum):
     PREDICTED_WAIT = "predicted_wait"
     CLIENT_DISCONNECT = "client_disconnect"
     LEASE_LOST = "lease_lost"
+    CUT = "cut"
     INTERNAL_ERROR = "internal_error"
     UPSTREAM_ERROR = "upstream_error"
     UPSTREAM_TIMEOUT = "upstream_timeout"
@@ -73,6 +74,7 @@ STATUS: dict[Code, tuple[int, str]] = {
     Code.PREDICTED_WAIT: (429, RATE_LIMIT),
     Code.CLIENT_DISCONNECT: (499, INVALID),
     Code.LEASE_LOST: (503, API),
+    Code.CUT: (503, API),
     Code.INTERNAL_ERROR: (500, API),
     Code.UPSTREAM_ERROR: (502, API),
     Code.UPSTREAM_TIMEOUT: (504, API),
@@ -105,7 +107,7 @@ class Refusal(msgspec.Struct, frozen=True):
     retry_ms: int | None = None
     """Milliseconds until a retry makes sense; None where repeating the call cannot help."""
     should_retry: bool | None = None
-    """Sent as `x-should-retry` when set; False for a call that can never fit."""
+    """Sent as `x-should-retry` when set; False for a call that can never fit, or that an operator ended."""
     headers: tuple[tuple[bytes, bytes], ...] = ()
     """Further ones of the answer."""
     waited: bool = False

@@ -1,11 +1,13 @@
 """Everything that is not a generating call: probes, models, metrics, and the operator's API."""
 
+import asyncio
 import hmac
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
-from fastapi import APIRouter, FastAPI, Request, Response
+import msgspec
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
@@ -15,7 +17,25 @@ from gateway.http.errors import answer_of
 from gateway.http.proxy import Keys
 
 State = Callable[[], Awaitable[Mapping[str, Any]]]
+BODY_BYTES_MAX = 65_536
+"""Of a request to the operator's API."""
 _CODES = {404: Code.NOT_FOUND, 405: Code.METHOD_NOT_ALLOWED}
+
+
+class Desk(Protocol):
+    """What operators do to keys; each answer is JSON or says why not."""
+
+    def rows(self) -> list[dict[str, Any]]:
+        """All keys; called in a thread."""
+        ...
+
+    async def create(self, fields: Mapping[str, Any], /) -> dict[str, Any] | Refusal: ...
+
+    async def rotate(self, name: str, /) -> dict[str, Any] | Refusal: ...
+
+    async def revoke(self, name: str, cut: bool, /) -> dict[str, Any] | Refusal: ...
+
+    async def cut(self, fields: Mapping[str, Any], /) -> dict[str, Any] | Refusal: ...
 
 
 def create_api(
@@ -24,6 +44,7 @@ def create_api(
     ready: Callable[[], str],
     metrics: Callable[[], Awaitable[tuple[bytes, str]]],
     state: State,
+    desk: Desk,
     admin_token: str | None,
     version: str,
 ) -> FastAPI:
@@ -32,7 +53,8 @@ def create_api(
     api.include_router(_probes(ready, metrics, version))
     api.include_router(_models(keys, fleets))
     if admin_token:
-        api.include_router(_admin(state, admin_token))
+        api.include_router(_admin(state, desk, admin_token))
+    api.add_exception_handler(_Refused, _on_refused)
     api.add_exception_handler(HTTPException, _on_http_exception)
     api.add_exception_handler(Exception, _on_exception)
     return api
@@ -106,24 +128,93 @@ def _model(name: str, fleet: Fleet) -> dict[str, Any]:
     }
 
 
-def _admin(state: State, token: str) -> APIRouter:
-    router = APIRouter(prefix="/admin/v1")
-    expected = f"Bearer {token}".encode()
+def _admin(state: State, desk: Desk, token: str) -> APIRouter:
+    router = APIRouter(prefix="/admin/v1", dependencies=[Depends(_bearer(token))])
 
     @router.get("/state")
-    async def read_state(request: Request) -> Response:
-        given = request.headers.get("authorization", "").encode("latin-1")
-        if not hmac.compare_digest(given, expected):
-            return _refuse(Refusal(Code.INVALID_API_KEY, "the admin API needs its bearer token"))
+    async def read_state() -> Response:
         return JSONResponse(await state())
 
+    @router.post("/cut")
+    async def cut(request: Request) -> Response:
+        return _told(await desk.cut(await _fields(request)))
+
+    router.include_router(_keys(desk))
     return router
+
+
+def _bearer(token: str) -> Callable[[Request], Awaitable[None]]:
+    expected = f"Bearer {token}".encode()
+
+    async def check(request: Request) -> None:
+        given = request.headers.get("authorization", "").encode("latin-1")
+        if not hmac.compare_digest(given, expected):
+            raise _Refused(Refusal(Code.INVALID_API_KEY, "the admin API needs its bearer token"))
+
+    return check
+
+
+def _keys(desk: Desk) -> APIRouter:
+    router = APIRouter(prefix="/keys")
+
+    @router.get("")
+    async def list_() -> Response:
+        return JSONResponse({"keys": await asyncio.to_thread(desk.rows)})
+
+    @router.post("")
+    async def create(request: Request) -> Response:
+        return _told(await desk.create(await _fields(request)), status=201)
+
+    @router.post("/{name}/rotate")
+    async def rotate(name: str) -> Response:
+        return _told(await desk.rotate(name))
+
+    @router.delete("/{name}")
+    async def revoke(name: str, request: Request) -> Response:
+        cut = request.query_params.get("cut", "false")
+        if cut not in ("true", "false"):
+            raise _Refused(Refusal(Code.INVALID_VALUE, f"cut is true or false, got {cut!r}", "cut"))
+        return _told(await desk.revoke(name, cut == "true"))
+
+    return router
+
+
+async def _fields(request: Request) -> dict[str, Any]:
+    """A JSON object.  Raises _Refused."""
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > BODY_BYTES_MAX:
+            raise _Refused(Refusal(Code.BODY_TOO_LARGE, f"at most {BODY_BYTES_MAX} bytes are read here"))
+    try:
+        return msgspec.json.decode(body, type=dict[str, Any])
+    except (msgspec.DecodeError, ValueError) as error:
+        raise _Refused(Refusal(Code.INVALID_JSON, f"a JSON object is needed: {error}")) from None
+
+
+class _Refused(Exception):
+    """A request to the operator's API that is not carried out."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.message)
+        self.refusal = refusal
+
+
+def _told(answer: dict[str, Any] | Refusal, status: int = 200) -> Response:
+    if isinstance(answer, Refusal):
+        return _refuse(answer)
+    return JSONResponse(answer, status_code=status, headers={"cache-control": "no-store"})
 
 
 def _refuse(refusal: Refusal, allow: str = "GET") -> Response:
     answer = answer_of(refusal, overload_status=429, jitter=1, allow=allow)
     headers = {name.decode(): value.decode() for name, value in answer.headers if name != b"content-length"}
     return Response(answer.body, status_code=answer.status, headers=headers)
+
+
+async def _on_refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, _Refused)
+    return _refuse(error.refusal)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:

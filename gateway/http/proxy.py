@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 import random
 import secrets
 import time
@@ -25,7 +26,7 @@ from gateway.core.quota import Units
 from gateway.core.request import Endpoint, GenerationRequest, parse
 from gateway.core.route import KeyLimits
 from gateway.core.urgency import DEADLINE, PRIORITY, lowered_class, read_deadline
-from gateway.flow import Flow, units_used, unshared_blocks_used
+from gateway.flow import Flow, refusal_of, units_used, unshared_blocks_used
 from gateway.http.auth import Key
 from gateway.http.body import (
     BodyBudget,
@@ -39,6 +40,7 @@ from gateway.http.body import (
 )
 from gateway.http.errors import Answer, Send, answer_of, error_event, safe_request_id, send_answer
 from gateway.http.relay import WRITER, AnswerCutOff, AnswerRelay, Writer
+from gateway.ledger.api import Cut
 from gateway.steps import Begun
 
 log = logging.getLogger("kvgate.proxy")
@@ -57,6 +59,8 @@ LINGER_SECONDS = 2.0
 LINGER_BYTES_MAX = 16 * 1024 * 1024
 """What a client may still send of a body that is refused, before its connection is closed."""
 STALL_CHECK_SECONDS = 1.0
+CUTS_MAX = 1_000
+"""Keys whose last cut is remembered."""
 NO_REQUESTS = Refusal(Code.QUOTA_EXCEEDED, "the key would hold 1, its limits.requests_max is 0")
 _ENDPOINTS = {endpoint.value: endpoint for endpoint in Endpoint}
 DRAINING = Refusal(Code.DRAINING, "this gateway is shutting down", retry_ms=1000)
@@ -95,6 +99,8 @@ class Calls:
         # Not sets: whoever is ended first gives its place back first, in the same order each time.
         self._calls: dict[Call, None] = {}
         self._reading: dict[asyncio.Task[object], None] = {}
+        self._cuts: dict[str, float] = {}
+        """The last cut of a key, for requests of it that were being read then; the latest come last."""
         self.draining = False
 
     def add(self, call: Call) -> None:
@@ -140,6 +146,22 @@ class Calls:
         for call in list(self._calls):
             call.interrupt(event)
 
+    def cut(self, cut: Cut) -> int:
+        """End the calls of one key; returns how many there were."""
+        self._cuts.pop(cut.name, None)
+        self._cuts[cut.name] = cut.before
+        if len(self._cuts) > CUTS_MAX:
+            del self._cuts[next(iter(self._cuts))]
+        found = [call for call in self._calls if self.is_cut(call.terms.caller, call.arrived)]
+        running = [call for call in found if not call.interrupted]
+        for call in running:
+            call.interrupt(Event.CUT)
+        return sum(call.interrupted is Event.CUT for call in running)
+
+    def is_cut(self, name: str, arrived: float) -> bool:
+        """Whether a request of that key, which arrived then, is to end."""
+        return bool(self._cuts) and arrived < self._cuts.get(name, -math.inf)
+
     async def watch_writes(self) -> None:
         """End calls whose clients stopped to read; runs until cancelled."""
         while True:
@@ -160,7 +182,9 @@ class _Visit:
     incoming: Incoming
     send: Send
     writer: Writer | None
+    arrived: float
     began: float
+    """When it arrived, then when its last byte was read."""
     share: BodyShare
     route: str
     model: str = ""
@@ -206,8 +230,8 @@ class Proxy:
         request_id = safe_request_id(headers.get(b"x-request-id"), own_id)
         writer = scope.get("extensions", {}).get(WRITER)
         share = self._bodies.share()
-        incoming, began = Incoming(receive), time.monotonic()
-        visit = _Visit(request_id, own_id, incoming, send, writer, began, share, scope["path"])
+        incoming, now = Incoming(receive), time.monotonic()
+        visit = _Visit(request_id, own_id, incoming, send, writer, now, now, share, scope["path"])
         try:
             await self._visit(visit, scope, headers)
         except ClientLeft:
@@ -268,6 +292,8 @@ class Proxy:
         if self._calls.draining:
             return DRAINING
         visit.model = (request.model or "")[:MODEL_CHARS_MAX]
+        if self._calls.is_cut(visit.key.name, visit.arrived):
+            return refusal_of(Code.CUT)
         fleet = self._fleet_of(request, visit.key)
         if isinstance(fleet, Refusal):
             return fleet
@@ -277,7 +303,7 @@ class Proxy:
         terms = self._terms_of(visit.key, request.priority, headers)
         if isinstance(terms, Refusal):
             return terms
-        return Call(visit.request_id, request, passed, fleet, terms, visit.began, task)
+        return Call(visit.request_id, request, passed, fleet, terms, visit.began, task, visit.arrived)
 
     def _fleet_of(self, request: GenerationRequest, key: Key) -> Fleet | Refusal:
         """Without a model name the only fleet is meant, as vLLM means its only model."""
@@ -308,6 +334,7 @@ class Proxy:
             return deadline_ms
         queue = settings.classes[class_]
         return Terms(
+            caller=key.name,
             key=f"@{key.group}" if key.group else key.name,
             class_=class_,
             weight=key.weight,

@@ -1,6 +1,6 @@
 """The shared books of one fleet as the request path sees them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -110,4 +110,39 @@ class Ledger(Protocol):
 
     async def observe(self, replica: str, up: bool) -> None:
         """Tell the fleet that a replica stopped or resumed answering."""
+        ...
+
+
+class Edit(msgspec.Struct, frozen=True):
+    """A change of one of the keys that all gateways share."""
+
+    name: str
+    entry: bytes | None
+    """JSON; None takes it out."""
+    cut: bool = False
+    """The calls of that name end."""
+
+
+class Cut(msgspec.Struct, frozen=True):
+    """Whose calls are to end."""
+
+    name: str
+    """Of a key."""
+    before: float
+    """Seconds of the monotonic clock: calls that arrived later go on."""
+
+
+class SharedKeys(Protocol):
+    """The keys in the store, and the word to all gateways to end a key's calls."""
+
+    async def change(self, decide: Callable[[Mapping[str, bytes]], Edit | Refusal]) -> int | Refusal:
+        """Make the edit that `decide` finds for the entries as they are now, with nobody else's edit in between.
+
+        `decide` may be asked several times; what it raises is passed on, and nothing was done.
+        Returns how many calls of this process were ended.
+        """
+        ...
+
+    async def cut(self, name: str) -> int | Refusal:
+        """End the calls of a key, in every process; returns how many of this one were ended."""
         ...

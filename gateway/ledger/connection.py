@@ -16,7 +16,7 @@ from redis.exceptions import RedisError
 from gateway.core.events import Observer, StoreAnswered
 from gateway.ledger.address import Address, Kind, Server, parse
 from gateway.ledger.cluster import Cluster
-from gateway.ledger.scripts import fleet_keys, library
+from gateway.ledger.scripts import library
 from gateway.ledger.sentinel import Sentinels
 from gateway.ledger.wire import StoreAway, Take, Wire, connect
 
@@ -184,12 +184,13 @@ class Connection:
     """Used by one task at a time, but for `evaluate` itself, which only sends."""
 
     def __init__(
-        self, url: str, fleet: str, observer: Observer, reply_seconds: float = REPLY_SECONDS
+        self, url: str, keys: Sequence[str], observer: Observer, reply_seconds: float = REPLY_SECONDS
     ) -> None:
+        """`keys`: what the scripts work on; one hash tag, which in a cluster says which node is meant."""
         self.run_id = ""
         """Of the server process at the other end; another one than before may have lost its data."""
         self._address = parse(url)
-        self._keys = fleet_keys(fleet)
+        self._keys = keys
         self._finder = finder(self._address, self._keys[0])
         self._watching: Sequence[asyncio.Task[Never]] = ()
         self._observer = observer
@@ -231,7 +232,7 @@ class Connection:
         self._watching = ()
 
     def evaluate(self, script: str, *arguments: Any, take: Take | None = None) -> Awaitable[Any]:
-        """Run a script on the fleet's keys; it is sent before this returns.
+        """Run a script on the keys; it is sent before this returns.
 
         `take` gets the reply as it arrives, its result is what the caller awaits.  Raises StoreAway when awaited.
         """

@@ -45,6 +45,10 @@ def fleet_keys(fleet: str) -> tuple[str, ...]:
     return tuple(key_prefix(fleet) + name for name in KEY_NAMES)
 
 
+CALLERS_KEYS = ("{kvgate:keys}:state", "{kvgate:keys}:entries", "{kvgate:keys}:cuts")
+"""Of the scripts `callers_*`.  A fleet may be called `keys`: it has no keys of these names."""
+
+
 def script_folder() -> Path:
     package = Path(__file__).resolve().parent.parent
     shipped = package / "_lua"

@@ -23,7 +23,7 @@ from gateway.ledger.channel import Channel, Result
 from gateway.ledger.connection import REPLY_SECONDS, Connection
 from gateway.ledger.keeper import Keeper
 from gateway.ledger.reservation import Ask, Phase
-from gateway.ledger.scripts import key_prefix
+from gateway.ledger.scripts import fleet_keys, key_prefix
 from gateway.ledger.share import Sharing
 from gateway.ledger.state import read_state
 
@@ -98,7 +98,7 @@ class ValkeyLedger:
         prefix = key_prefix(fleet) + "wake:"
         self.channel = Channel(prefix, self.offer)
         self._keeper = Keeper(
-            self, Connection(url, fleet, observer, reply_seconds), url, prefix, config, observer
+            self, Connection(url, fleet_keys(fleet), observer, reply_seconds), url, prefix, config, observer
         )
 
     # -- the request path ----------------------------------------------------------------------------------------

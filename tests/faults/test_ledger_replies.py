@@ -6,7 +6,7 @@ import pytest
 
 from gateway.ledger.api import Grant
 from gateway.ledger.connection import Connection
-from gateway.ledger.scripts import library
+from gateway.ledger.scripts import fleet_keys, library
 from gateway.ledger.wire import StoreAway
 from tests.faults.proxy import store_proxy
 from tests.integration.ledger_world import eventually, running_store, world
@@ -119,7 +119,7 @@ async def test_nothing_is_sent_again_behind_the_batch_numbers(tmp_path):
         writer.close()
 
     server = await asyncio.start_unix_server(break_off, tmp_path / "s")
-    connection = Connection(f"unix://{tmp_path}/s", "f", lambda event: None, reply_seconds=3)
+    connection = Connection(f"unix://{tmp_path}/s", fleet_keys("f"), lambda event: None, reply_seconds=3)
     with pytest.raises(StoreAway):
         await connection.open()
     with pytest.raises(StoreAway):

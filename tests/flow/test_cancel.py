@@ -1,6 +1,7 @@
 """A call can end at every one of its suspensions; whatever ends it, everything is given back, and it is told once."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
@@ -10,9 +11,9 @@ import pytest
 
 from gateway.core.lifecycle import Event
 from gateway.core.outcomes import Code, Outcome
-from gateway.http.proxy import PARSE_INLINE_BYTES_MAX
+from gateway.http.proxy import CUTS_MAX, PARSE_INLINE_BYTES_MAX
 from gateway.http.relay import AnswerCutOff
-from gateway.ledger.api import Reservation
+from gateway.ledger.api import Cut, Reservation
 from gateway.mock.engine import EngineConfig
 from gateway.mock.faults import Fault, Kind
 from gateway.mock.journal import State
@@ -129,6 +130,8 @@ class Scene:
     """Of the visitor."""
 
 
+TOLD = {Event.GRACE_OVER: Code.DRAINING, Event.CUT: Code.CUT}
+"""What a client hears of an end from outside."""
 LONG_PROMPT = [{"role": "user", "content": "word " * 2000}]
 SCENES = {
     "streaming": Scene(plain, STREAM),
@@ -182,6 +185,8 @@ def end(stage: Stage, visitor: Visitor, task: "asyncio.Task[Any]", how: str) -> 
         visitor.leave()
     elif how == "cancelled":
         task.cancel()
+    elif how == Event.CUT:
+        stage.world.calls.cut(Cut("anonymous", time.monotonic()))
     else:
         stage.world.calls.interrupt(Event(how))
 
@@ -201,7 +206,7 @@ async def test_uninterrupted_calls_are_served(store_url: str, scene: Scene) -> N
 
 
 @scenes()
-@pytest.mark.parametrize("how", ["leaves", "cancelled", Event.LEFT, Event.GRACE_OVER])
+@pytest.mark.parametrize("how", ["leaves", "cancelled", Event.LEFT, Event.GRACE_OVER, Event.CUT])
 async def test_a_call_can_end_at_every_suspension(store_url: str, scene: Scene, how: str) -> None:
     """The client leaves, the task is cancelled as uvicorn does at its end, or the process ends the call."""
     async with scene.make(store_url) as stage:
@@ -216,7 +221,7 @@ async def test_a_call_can_end_at_every_suspension(store_url: str, scene: Scene, 
 
 
 @scenes("streaming", "whole", "retried", "refused by the store", "refused unread")
-@pytest.mark.parametrize("how", ["leaves", "cancelled", Event.LEFT, Event.GRACE_OVER])
+@pytest.mark.parametrize("how", ["leaves", "cancelled", Event.LEFT, Event.GRACE_OVER, Event.CUT])
 async def test_a_call_can_end_at_every_message_that_is_not_read(
     store_url: str, scene: Scene, how: str
 ) -> None:
@@ -237,7 +242,8 @@ async def test_a_call_can_end_at_every_message_that_is_not_read(
             if not struck:
                 break
             if isinstance(answer, AnswerCutOff):
-                assert (scene, how) == (SCENES["whole"], Event.GRACE_OVER), "only its connection can tell"
+                assert scene is SCENES["whole"], "only its connection can tell"
+                assert how in TOLD
             else:
                 expect_end(ended.outcome, ended.reason, how, visitor)
         assert 2 <= message < SUSPENSIONS_MAX - 1
@@ -248,18 +254,18 @@ def expect_end(outcome: Outcome, reason: Code | None, how: str, visitor: Visitor
     if outcome is Outcome.COMPLETED:
         assert visitor.complete
         return
-    if outcome is Outcome.REFUSED and reason is not Code.DRAINING:
+    if outcome is Outcome.REFUSED and reason not in TOLD.values():
         assert visitor.status in (0, 400, 429)
         return
     if how in ("leaves", "cancelled", Event.LEFT):
         assert outcome is Outcome.CANCELLED
         assert not visitor.complete
     else:
-        assert reason is Code.DRAINING
+        assert reason is TOLD[how]
         assert visitor.complete
         assert visitor.status in (200, 503)
         if visitor.status == 200:
-            assert visitor.body.count(b'"code":"draining"') == 1
+            assert visitor.body.count(b'"code":"%s"' % reason.encode()) == 1
             assert visitor.body.endswith(b"data: [DONE]\n\n")
 
 
@@ -345,6 +351,50 @@ async def test_a_call_whose_place_is_lost_before_its_answer_is_refused(store_url
         assert visitor.header("retry-after") == "1"
         stage.world.only_end()
         await stage.check()
+
+
+async def test_a_cut_is_of_one_key_and_of_what_arrived_before(store_url: str) -> None:
+    """Whatever of it runs, waits or is being read; the rest goes on."""
+    async with plain(store_url) as stage:
+        old = Visitor(stage.world.app, chat(stream=True, max_tokens=200))
+        tasks = [asyncio.create_task(old.run())]
+        await old.begun.wait()
+        cut_at = time.monotonic()
+        new = Visitor(stage.world.app, chat(stream=True, max_tokens=20))
+        tasks.append(asyncio.create_task(new.run()))
+        await new.begun.wait()
+        assert stage.world.calls.cut(Cut("another", time.monotonic())) == 0
+        assert stage.world.calls.cut(Cut("anonymous", cut_at)) == 1
+        assert stage.world.calls.cut(Cut("anonymous", cut_at)) == 0, "it has ended"
+        await asyncio.gather(*tasks)
+        assert old.body.count(b'"code":"cut"') == 1
+        assert b"cut" not in new.body
+        assert [end.reason for end in stage.world.ended] == [Code.CUT, None]
+        assert (await stage.world.visit(WHOLE)).status == 200
+        await stage.check()
+
+
+async def test_a_call_that_is_cut_before_its_answer_is_refused(store_url: str) -> None:
+    async with plain(store_url) as stage:
+        visitor = Visitor(stage.world.app, chat(mock={"hold_seconds": 60}))
+        task = asyncio.create_task(visitor.run())
+        await soon(lambda: stage.mocks[0].count(State.STARTED), "the engine computes")
+        assert stage.world.calls.cut(Cut("anonymous", time.monotonic())) == 1
+        await task
+        assert (visitor.status, visitor.json["error"]["code"]) == (503, "cut")
+        assert visitor.header("x-should-retry") == "false"
+        end = stage.world.only_end()
+        assert (end.outcome, end.reason) == (Outcome.FAILED, Code.CUT)
+        await stage.check()
+        assert stage.mocks[0].count(State.ABORTED) == 1
+
+
+async def test_remembered_cuts_are_bounded(store_url: str) -> None:
+    async with plain(store_url) as stage:
+        for number in range(CUTS_MAX + 10):
+            stage.world.calls.cut(Cut(f"k{number}", 1.0))
+        assert not stage.world.calls.is_cut("k9", 0.5)
+        assert stage.world.calls.is_cut("k10", 0.5)
 
 
 async def test_draining_ends_what_waits_and_leaves_what_runs(store_url: str) -> None:

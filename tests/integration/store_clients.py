@@ -8,6 +8,8 @@ import redis
 
 OF_A_GATEWAY = 2
 """One for batches and one for wake-ups: docs/ledger.md."""
+OF_KEYS = 1
+"""Beside them, of a process that follows keys and cuts."""
 LOOK_SECONDS = 0.01
 
 

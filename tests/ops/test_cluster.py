@@ -159,7 +159,9 @@ async def test_any_node_of_the_url_is_enough() -> None:
             m = await w.join(f"redis+cluster://127.0.0.1:1,{first}")
             (await m.reserve(1)).settle(None, None)
             with pytest.raises(StoreAway, match="Connect"):
-                await Connection("redis+cluster://127.0.0.1:1", w.fleet, lambda event: None).open()
+                await Connection(
+                    "redis+cluster://127.0.0.1:1", fleet_keys(w.fleet), lambda event: None
+                ).open()
 
 
 async def test_a_node_that_names_the_new_owner_is_believed() -> None:

@@ -9,6 +9,7 @@ import pytest
 from gateway.core.events import LeaseLost, StoreUp
 from gateway.ledger.api import Grant
 from gateway.ledger.connection import Connection
+from gateway.ledger.scripts import fleet_keys
 from gateway.ledger.state import read_state
 from gateway.ledger.wire import StoreAway
 from tests.integration.ledger_world import eventually
@@ -170,7 +171,7 @@ async def test_sentinels_may_want_a_password() -> None:
             assert (await read_state(url, w.fleet))["reserved"] == 0
             for wrong in (watched.url, url.replace("hunter2", "hunter3"), f"{url}-other"):
                 with pytest.raises(StoreAway) as refusal:
-                    await Connection(wrong, w.fleet, lambda event: None).open()
+                    await Connection(wrong, fleet_keys(w.fleet), lambda event: None).open()
                 assert "hunter" not in str(refusal.value)
 
 
@@ -187,7 +188,7 @@ async def test_of_sentinels_that_disagree_the_one_that_saw_the_last_failover_is_
                     (stale.host_and_port, *others),
                     (watched.sentinels[0].host_and_port, stale.host_and_port),
                 ):
-                    connection = Connection(sentinel_url(*servers), w.fleet, lambda event: None)
+                    connection = Connection(sentinel_url(*servers), fleet_keys(w.fleet), lambda event: None)
                     await connection.open()
                     assert connection.run_id == w.store.info("server")["run_id"]
                     connection.close()
@@ -204,6 +205,8 @@ async def test_one_sentinel_is_enough() -> None:
 
 async def test_a_replica_is_no_store() -> None:
     with sentinels() as watched:
-        connection = Connection(f"redis://{watched.replicas[0].host_and_port}", "f", lambda event: None)
+        connection = Connection(
+            f"redis://{watched.replicas[0].host_and_port}", fleet_keys("f"), lambda event: None
+        )
         with pytest.raises(StoreAway, match="it is a replica"):
             await connection.open()

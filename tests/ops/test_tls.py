@@ -11,6 +11,7 @@ import redis
 
 from gateway.ledger.connection import Connection, listen
 from gateway.ledger.embedded import EmbeddedStore
+from gateway.ledger.scripts import fleet_keys
 from gateway.ledger.state import read_state
 from gateway.ledger.wire import StoreAway
 from tests.integration.ledger_world import eventually, world
@@ -66,7 +67,7 @@ async def test_who_cannot_prove_its_name_is_no_store(secured: Secured, tmp_path:
         "system": f"rediss://{HOST}:{secured.port}",
         "plain": f"redis://{HOST}:{secured.port}",
     }[wrong]
-    connection, breaks = Connection(url, "f", lambda event: None), asyncio.Event()
+    connection, breaks = Connection(url, fleet_keys("f"), lambda event: None), asyncio.Event()
     ears = asyncio.create_task(listen(url, "here", breaks.set))
     try:
         with pytest.raises(StoreAway):

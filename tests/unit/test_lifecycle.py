@@ -26,7 +26,8 @@ REFUSED = answer(None, Outcome.REFUSED)
 DRAINED = answer(Code.DRAINING, Outcome.REFUSED)
 MOVED: Cell = (P.WAITING, A.MOVE, None, None)
 
-BEFORE_A_REPLICA = {E.REFUSED: REFUSED, E.LEFT: LEFT, E.DRAINED: DRAINED, E.GRACE_OVER: DRAINED}
+CUT = answer(Code.CUT, Outcome.FAILED)
+BEFORE_A_REPLICA = {E.REFUSED: REFUSED, E.LEFT: LEFT, E.DRAINED: DRAINED, E.GRACE_OVER: DRAINED, E.CUT: CUT}
 """Nothing runs yet: whoever is still there gets an answer."""
 
 DESIGN: dict[Phase, dict[Event, Cell]] = {
@@ -47,6 +48,7 @@ DESIGN: dict[Phase, dict[Event, Cell]] = {
         E.LEFT: LEFT,
         E.LEASE_LOST: answer(Code.LEASE_LOST, Outcome.FAILED),
         E.GRACE_OVER: answer(Code.DRAINING, Outcome.FAILED),
+        E.CUT: CUT,
     },
     P.STREAMING: {
         E.ENDED: (P.SETTLED, A.STOP, None, Outcome.COMPLETED),
@@ -56,6 +58,7 @@ DESIGN: dict[Phase, dict[Event, Cell]] = {
         E.LEFT: LEFT,
         E.LEASE_LOST: error_event(Code.LEASE_LOST),
         E.GRACE_OVER: error_event(Code.DRAINING),
+        E.CUT: error_event(Code.CUT),
     },
     P.SETTLED: dict.fromkeys(Event, (P.SETTLED, A.STOP, None, None)),
 }
