@@ -8,7 +8,7 @@ import contextlib
 import logging
 import math
 import secrets as random_secrets
-from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,15 +16,17 @@ from typing import Any
 
 from gateway import __version__
 from gateway.call import Fleet
+from gateway.config import ConfigError, Jwt, PriorityClass, Secrets, Settings, load_keys, text_of
 from gateway.config import Fleet as FleetSettings
-from gateway.config import PriorityClass, Secrets, Settings, load_keys
 from gateway.core.events import Event as Fact
 from gateway.core.lifecycle import Event
 from gateway.flow import Flow
 from gateway.http.admin import create_api
-from gateway.http.auth import Keyring, anonymous
+from gateway.http.auth import Callers, Keyring, TrustedHeader, anonymous
 from gateway.http.errors import safe_request_id
 from gateway.http.proxy import Calls, ClassTerms, EdgeSettings, Proxy
+from gateway.http.signed import MISSING as SIGNED_MISSING
+from gateway.http.signed import PublicKey, Rules, SignedTokens, read_jwks, read_public_key
 from gateway.keybook import Entries, KeyBook
 from gateway.keydesk import KeyDesk
 from gateway.ledger.sharedkeys import FollowedKeys
@@ -147,7 +149,8 @@ class Gateway:
         self._rooms = [FleetRoom(settings, fleet, secrets, self._observe) for fleet in settings.fleets]
         self._keys = Keyring((), None if settings.auth.required else anonymous(settings.default_class))
         self._book = KeyBook(self._keys)
-        self._followed = [*self._follow_keys(), *self._follow_settings()]
+        self._callers = Callers(self._keys, _trusted_header(settings))
+        self._followed = [*self._follow_keys(), *self._follow_signatures(), *self._follow_settings()]
         in_store = settings.auth.keys_in_store
         self._shared = FollowedKeys(
             settings.store.url, self._book.read_stored if in_store else None, self.calls.cut
@@ -164,19 +167,21 @@ class Gateway:
         self._name_models()
         self._proxy = Proxy(
             Flow(self._counter, self._upstream),
-            self._keys,
+            self._callers,
             self._models,
             _edge_settings(settings, secrets),
             self.calls,
             self._observe,
         )
         self._api = create_api(
-            self._keys,
+            self._callers,
             self._models,
             self.problem,
             self._render_metrics,
             self.state,
-            KeyDesk(self._book, self._shared, in_store, [c.name for c in settings.classes], self._models),
+            KeyDesk(
+                self._book, self._shared, settings.auth, [c.name for c in settings.classes], self._models
+            ),
             secrets.admin_token,
             __version__,
         )
@@ -204,10 +209,26 @@ class Gateway:
         if self._settings.auth.keys_file is None:
             return
         path = Path(self._settings.auth.keys_file)
-        read = partial(_read_keys, path, [class_.name for class_ in self._settings.classes])
+        secretless = self._settings.auth.names_from_outside
+        read = partial(_read_keys, path, [class_.name for class_ in self._settings.classes], secretless)
         keys = read()
         self._book.use_file(keys)
         yield FileWatch(path, keys, read, self._book.use_file, partial(self._metrics.reload_failed, "keys"))
+
+    def _follow_signatures(self) -> Iterator[FileWatch[Any]]:
+        if not (jwt := self._settings.auth.jwt):
+            return
+
+        def use(keys: Sequence[PublicKey]) -> None:
+            """Tokens that were valid before are checked anew."""
+            self._callers.tokens = SignedTokens(rules, keys)
+
+        rules = Rules(jwt.algorithms, jwt.issuer, jwt.audience, jwt.claim)
+        path = Path(jwt.jwks_file or jwt.public_key_file or "")
+        read = partial(read_signature_keys, jwt)
+        keys = read()
+        use(keys)
+        yield FileWatch(path, keys, read, use, partial(self._metrics.reload_failed, "jwt"))
 
     def _follow_settings(self) -> Iterator[FileWatch[Any]]:
         if self._source:
@@ -355,8 +376,30 @@ def _sum(values: Iterable[int | None]) -> int | None:
     return None if None in found else sum(value or 0 for value in found)
 
 
-def _read_keys(path: Path, classes: list[str]) -> Entries:
-    return Entries.of(load_keys(path, classes))
+def _read_keys(path: Path, classes: list[str], secretless: bool) -> Entries:
+    return Entries.of(load_keys(path, classes, secretless))
+
+
+def read_signature_keys(jwt: Jwt) -> tuple[PublicKey, ...]:
+    """Those that tokens are checked with.  Raises ConfigError."""
+    setting, file = (
+        ("jwks_file", jwt.jwks_file) if jwt.jwks_file else ("public_key_file", jwt.public_key_file)
+    )
+    path = Path(file or "")
+    try:
+        text = text_of(path)
+        return read_jwks(text) if jwt.jwks_file else read_public_key(text)
+    except ImportError:
+        raise ConfigError("auth.jwt", SIGNED_MISSING) from None
+    except ConfigError as error:
+        raise ConfigError(f"auth.jwt.{setting}", str(error)) from None
+    except ValueError as error:
+        raise ConfigError(f"auth.jwt.{setting}", f"{path.name} {error}") from None
+
+
+def _trusted_header(settings: Settings) -> TrustedHeader | None:
+    header = settings.auth.trusted_header
+    return TrustedHeader(header.name, header.from_) if header else None
 
 
 def _replica_specs(fleet: FleetSettings) -> list[ReplicaSpec]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from gateway import __version__, keys, usage
 from gateway.adminclient import AdminError
+from gateway.app import read_signature_keys
 from gateway.config import (
     ConfigError,
     KeyEntry,
@@ -144,9 +145,12 @@ def _check_config(parsed: argparse.Namespace) -> int:
     settings = load(parsed.file, os.environ)
     counted = ""
     if settings.auth.keys_file:
-        found = load_keys(Path(settings.auth.keys_file), [class_.name for class_ in settings.classes])
+        classes = [class_.name for class_ in settings.classes]
+        found = load_keys(Path(settings.auth.keys_file), classes, settings.auth.names_from_outside)
         _check_models(found, settings)
         counted = f", {len(found)} {'key' if len(found) == 1 else 'keys'}"
+    if settings.auth.jwt:
+        read_signature_keys(settings.auth.jwt)
     fleets = ", ".join(fleet.name for fleet in settings.fleets)
     print(f"{parsed.file}: good. Fleets: {fleets}; store: {without_password(settings.store.url)}{counted}")
     return 0

@@ -10,6 +10,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime
+from ipaddress import ip_network
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -19,6 +20,8 @@ import msgspec
 import yaml
 from msgspec import Meta
 from msgspec.structs import replace
+
+from gateway.core.headers import FOR_ENGINES
 
 INT_MAX = 2**31 - 1
 NAME_LENGTH_MAX = 40
@@ -89,11 +92,39 @@ class Answers(_Strict, frozen=True, kw_only=True):
     keepalive_seconds: float = 0
 
 
+class TrustedHeader(_Strict, frozen=True, kw_only=True):
+    """A header in which a proxy names the key of a call."""
+
+    name: Annotated[str, Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9-]{0,63}\Z")]
+    """Lower case once loaded."""
+    from_: Annotated[tuple[str, ...], Meta(min_length=1, max_length=64)] = msgspec.field(name="from")
+    """Addresses, or networks, of the proxy."""
+
+
+class Jwt(_Strict, frozen=True, kw_only=True):
+    """Signed tokens of which a claim names the key of a call."""
+
+    issuer: Annotated[str, Meta(min_length=1, max_length=512)]
+    audience: Annotated[str, Meta(min_length=1, max_length=512)]
+    claim: Annotated[str, Meta(min_length=1, max_length=128)] = "sub"
+    algorithms: Annotated[tuple[str, ...], Meta(min_length=1, max_length=16)] = ("RS256",)
+    jwks_file: Annotated[str, Meta(min_length=1)] | None = None
+    """Absolute once loaded, as is the other."""
+    public_key_file: Annotated[str, Meta(min_length=1)] | None = None
+
+
 class Auth(_Strict, frozen=True, kw_only=True):
     required: bool = True
     keys_file: Annotated[str, Meta(min_length=1)] | None = None
     """Absolute once loaded; `keys.yaml` beside the configuration where keys are required and nowhere else."""
     keys_in_store: bool = False
+    trusted_header: TrustedHeader | None = None
+    jwt: Jwt | None = None
+
+    @property
+    def names_from_outside(self) -> bool:
+        """Somebody else than a secret may say whose call it is."""
+        return self.trusted_header is not None or self.jwt is not None
 
 
 class Server(_Strict, frozen=True, kw_only=True):
@@ -209,7 +240,8 @@ class Limits(_Strict, frozen=True, kw_only=True):
 
 class KeyEntry(_Strict, frozen=True, kw_only=True):
     name: KeyName
-    sha256: Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+    sha256: Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")] | None = None
+    """None: only `auth.trusted_header` and `auth.jwt` can name the key."""
     class_: str = msgspec.field(name="class", default="normal")
     weight: Annotated[int, Meta(ge=1, le=1_000)] = 1
     group: KeyName | None = None
@@ -249,15 +281,18 @@ def load(path: Path, environ: Mapping[str, str]) -> Settings:
     return replace(settings, store=_with_ca_file(settings.store))
 
 
-def load_keys(path: Path, classes: Collection[str] | None) -> tuple[KeyEntry, ...]:
+def load_keys(path: Path, classes: Collection[str] | None, secretless: bool = False) -> tuple[KeyEntry, ...]:
     """Read and check the keys file; `classes` are the configured names, None = not known.  Raises ConfigError.
 
     The file is a list of keys or `{keys: [...]}`.  An empty file means that no key is valid.
+    `secretless`: an entry may do without a `sha256`.
     """
-    return parse_keys(text_of(path), path.name, classes)
+    return parse_keys(text_of(path), path.name, classes, secretless)
 
 
-def parse_keys(text: str, name: str, classes: Collection[str] | None) -> tuple[KeyEntry, ...]:
+def parse_keys(
+    text: str, name: str, classes: Collection[str] | None, secretless: bool = False
+) -> tuple[KeyEntry, ...]:
     """As `load_keys`, of the text of a file; `name` is what messages call it."""
     document = _Document.of(text, name)
     try:
@@ -266,6 +301,8 @@ def parse_keys(text: str, name: str, classes: Collection[str] | None) -> tuple[K
         _parse_expiries(raw["keys"])
         keys = _convert(raw, _KeysFile, show_text=False).keys
         _check_keys(keys, classes)
+        if not secretless:
+            _check_secrets(keys)
         return _with_group_limits(keys)
     except ConfigError as error:
         raise ConfigError(error.path, error.problem, document.where(error.path)) from None
@@ -564,6 +601,14 @@ def _secret(path: str, variable: str, environ: Mapping[str, str]) -> str | None:
 
 T = TypeVar("T")
 
+SECRETLESS = "only a key that auth.trusted_header or auth.jwt can name needs no secret"
+ASYMMETRIC = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
+"""Signatures that whoever can check them cannot make."""
+_NOT_A_NAME = (
+    frozenset({b"authorization", b"x-api-key", b"host", b"content-length", b"x-request-id"}) | FOR_ENGINES
+)
+"""Headers that say something else already, or that engines get."""
+
 _HOST = r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::\d{1,5})?"
 _SERVERS_PATH = {"redis+sentinel": r"/[A-Za-z0-9._-]+(/\d*)?", "redis+cluster": "/?"}
 """What follows the hosts: the name that sentinels watch and a database; a cluster has one database."""
@@ -648,9 +693,24 @@ def _completed(settings: Settings, folder: Path) -> Settings:
         settings,
         store=replace(settings.store, ca_file=_absolute(settings.store.ca_file, folder)),
         log=replace(settings.log, calls=_absolute(settings.log.calls, folder)),
-        auth=replace(auth, keys_file=_absolute(keys_file, folder)),
+        auth=_completed_auth(replace(auth, keys_file=keys_file), folder),
         upstream=replace(upstream, ca_file=_absolute(upstream.ca_file, folder)),
         fleets=tuple(_completed_fleet(fleet, f"fleets[{i}]") for i, fleet in enumerate(settings.fleets)),
+    )
+
+
+def _completed_auth(auth: Auth, folder: Path) -> Auth:
+    header, jwt = auth.trusted_header, auth.jwt
+    return replace(
+        auth,
+        keys_file=_absolute(auth.keys_file, folder),
+        trusted_header=header and replace(header, name=header.name.lower()),
+        jwt=jwt
+        and replace(
+            jwt,
+            jwks_file=_absolute(jwt.jwks_file, folder),
+            public_key_file=_absolute(jwt.public_key_file, folder),
+        ),
     )
 
 
@@ -720,6 +780,10 @@ def _check(settings: Settings) -> None:
         raise ConfigError(
             "auth.keys_in_store", "an embedded store forgets them when it ends: use auth.keys_file"
         )
+    if settings.auth.trusted_header:
+        _check_trusted_header(settings.auth.trusted_header)
+    if settings.auth.jwt:
+        _check_jwt(settings.auth.jwt)
     _one_of("log.level", settings.log.level, ("debug", "info", "warning", "error"))
     _one_of("log.format", settings.log.format, ("json", "text"))
     _one_of("answers.overload_status", settings.answers.overload_status, (429, 503, 529))
@@ -733,6 +797,28 @@ def _check(settings: Settings) -> None:
     for i, fleet in enumerate(settings.fleets):
         _check_fleet(fleet, f"fleets[{i}]")
     _check_names_across(settings.fleets)
+
+
+def _check_trusted_header(header: TrustedHeader) -> None:
+    path = "auth.trusted_header"
+    if header.name.encode() in _NOT_A_NAME or header.name.startswith("x-kvgate-"):
+        raise ConfigError(f"{path}.name", f"{header.name} has another meaning here, or goes to the engines")
+    for i, text in enumerate(header.from_):
+        try:
+            network = ip_network(text)
+        except ValueError:
+            raise ConfigError(
+                f"{path}.from[{i}]", f"has to be an address or a network, such as 10.0.0.0/8, got {text!r}"
+            ) from None
+        if network.prefixlen == 0:
+            raise ConfigError(f"{path}.from[{i}]", f"{text} is everybody: anyone could name any key")
+
+
+def _check_jwt(jwt: Jwt) -> None:
+    if (jwt.jwks_file is None) == (jwt.public_key_file is None):
+        raise ConfigError("auth.jwt", "needs one of jwks_file and public_key_file")
+    for i, algorithm in enumerate(jwt.algorithms):
+        _one_of(f"auth.jwt.algorithms[{i}]", algorithm, ASYMMETRIC)
 
 
 def _one_of(path: str, value: str | int, choices: tuple[str | int, ...]) -> None:
@@ -938,7 +1024,8 @@ def _check_keys(keys: tuple[KeyEntry, ...], classes: Collection[str] | None) -> 
     for i, key in enumerate(keys):
         if key.sha256 in hashes:
             raise ConfigError(f"keys[{i}].sha256", f"is also that of keys[{hashes[key.sha256]}]")
-        hashes[key.sha256] = i
+        if key.sha256 is not None:
+            hashes[key.sha256] = i
         if classes is not None and key.class_ not in classes:
             raise ConfigError(f"keys[{i}].class", f"unknown class, known are {', '.join(classes)}")
         _check_class_name(key.class_, f"keys[{i}].class")
@@ -946,6 +1033,12 @@ def _check_keys(keys: tuple[KeyEntry, ...], classes: Collection[str] | None) -> 
     for i, key in enumerate(keys):
         if key.group in names and names[key.group] != key.group:
             raise ConfigError(f"keys[{i}].group", f"{key.group!r} is the name of a key outside of the group")
+
+
+def _check_secrets(keys: tuple[KeyEntry, ...]) -> None:
+    for i, key in enumerate(keys):
+        if key.sha256 is None:
+            raise ConfigError(f"keys[{i}].sha256", f"missing; {SECRETLESS}")
 
 
 def _check_class_name(name: str, path: str) -> None:

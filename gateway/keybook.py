@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from gateway.config import ConfigError, KeyEntry, Limits, parse_key
 from gateway.core import quota
-from gateway.http.auth import Key, Keyring
+from gateway.http.auth import NO_SECRET, Key, Keyring
 
 log = logging.getLogger("kvgate.keys")
 
@@ -74,7 +74,7 @@ class KeyBook:
 
     def _use(self) -> None:
         """All at once, so that no call meets half of a change."""
-        digests = {key.digest for key in self.file.keys}
+        digests = {key.digest for key in self.file.keys} - {NO_SECRET}
         used = [key for key in self.stored.keys if not self._is_shadowed(key, digests)]
         self._ring.replace([*(self._in_its_group(key) for key in used), *self.file.keys])
 
@@ -161,7 +161,7 @@ def key_of(entry: KeyEntry) -> Key:
         max_output_tokens=limits.max_output_tokens,
         quotas=quota.of_limits(msgspec.structs.asdict(limits), limits.minute_burst),
         expires_ms=entry.expires_ms,
-        digest=bytes.fromhex(entry.sha256),
+        digest=bytes.fromhex(entry.sha256) if entry.sha256 else NO_SECRET,
     )
 
 
@@ -175,7 +175,7 @@ def row_of(entry: KeyEntry) -> dict[str, Any]:
         "models": entry.models,
         "limits": _stated(entry.limits),
         "expires": None if entry.expires_ms is None else _date_text(entry.expires_ms),
-        "sha256": entry.sha256[:DIGEST_SHOWN],
+        "sha256": entry.sha256 and entry.sha256[:DIGEST_SHOWN],
     }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.config import KEY_NAME, ConfigError, parse_key
+from gateway.config import KEY_NAME, SECRETLESS, Auth, ConfigError, parse_key
 from gateway.core.outcomes import Code, Refusal
 from gateway.http.auth import new_key
 from gateway.keybook import KeyBook
@@ -33,14 +33,14 @@ class KeyDesk:
         self,
         book: KeyBook,
         shared: SharedKeys,
-        in_store: bool,
+        auth: Auth,
         classes: Collection[str],
         models: Collection[str],
     ) -> None:
         """`models`: the names that clients may use, as of now."""
         self._book = book
         self._shared = shared
-        self._in_store = in_store
+        self._auth = auth
         self._classes = classes
         self._models = models
 
@@ -48,19 +48,27 @@ class KeyDesk:
         return self._book.rows()
 
     async def create(self, fields: Mapping[str, Any]) -> Answer | Refusal:
-        """The new key's secret is nowhere else, and is not shown again."""
+        """The new key's secret is nowhere else, and is not shown again; with `secret: false` it has none."""
+        wanted = fields.get("secret", True)
+        if not isinstance(wanted, bool):
+            return _invalid(ConfigError("secret", f"is true or false, got {wanted!r}"))
+        if not wanted and not self._auth.names_from_outside:
+            return _invalid(ConfigError("secret", SECRETLESS))
         if "sha256" in fields:
             return _invalid(ConfigError("sha256", "is made here, with the secret"))
         secret, digest = new_key()
-        entry = {**fields, "sha256": digest}
+        entry = {name: value for name, value in fields.items() if name != "secret"}
+        entry |= {"sha256": digest} if wanted else {}
         done = await self._change(lambda entries: self._new_entry(entry, entries))
         if isinstance(done, Refusal):
             return done
         log.info("key %s was created", fields["name"])
-        return {"name": fields["name"], "secret": secret}
+        return {"name": fields["name"]} | ({"secret": secret} if wanted else {})
 
     def _new_entry(self, fields: Mapping[str, Any], entries: Mapping[str, bytes]) -> Edit:
         entry = parse_key(fields)
+        if entry.name in (".", ".."):
+            raise ConfigError("name", f"{entry.name!r} cannot be part of a path")
         if entry.name in entries:
             raise ConfigError("name", f"{entry.name!r} is a key already")
         self._book.check_new(entry)
@@ -91,6 +99,10 @@ class KeyDesk:
         if name not in self._book.stored.by_name:
             raise ConfigError(
                 "name", f"the entry of {name!r} in the store is wrong, the log says why: revoke it"
+            )
+        if self._book.stored.by_name[name].sha256 is None:
+            raise ConfigError(
+                "name", f"{name!r} has no secret that could be renewed: it is named from outside"
             )
         fields = msgspec.json.decode(entries[name], type=dict[str, Any])
         return Edit(name, _packed({**fields, "sha256": digest}))
@@ -129,7 +141,7 @@ class KeyDesk:
         return Refusal(Code.NOT_FOUND, f"the store has no key {name!r}", "name")
 
     async def _change(self, decide: Decide) -> int | Refusal:
-        if not self._in_store:
+        if not self._auth.keys_in_store:
             return _invalid(ConfigError("auth.keys_in_store", "is off: keys are those of the keys file"))
         try:
             return await self._shared.change(decide)

@@ -42,6 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"one of {', '.join(_limit_names())}",
     )
     create.add_argument("--expires", metavar="DATE", help="2027-01-31, or 2027-01-31T12:00:00Z")
+    create.add_argument(
+        "--no-secret", action="store_true", help="only auth.trusted_header and auth.jwt can name it"
+    )
     create.set_defaults(act=_create)
 
     list_ = commands.add_parser("list", help="show the keys, never a secret")
@@ -85,24 +88,26 @@ def cut(parsed: argparse.Namespace, environ: Environ) -> int:
 
 def _create(parsed: argparse.Namespace, environ: Environ) -> None:
     secret, digest = new_key()
-    entry = _entry(parsed, digest)
+    entry = _entry(parsed, None if parsed.no_secret else digest)
     if parsed.file is not None:
         file = parsed.file
         keysfile.edit(file, lambda text: keysfile.with_key(text, file.name, entry), create=True)
-        print(f"{parsed.name} is in {file}; its secret is shown only now:\n{secret}")
+        print(f"{parsed.name} is in {file}.")
     elif environ.get(adminclient.URL):
-        del entry["sha256"]
-        made = AdminClient(environ).post("/keys", entry)
-        print(f"{parsed.name} is {IN_STORE}; its secret is shown only now:\n{made['secret']}")
+        fields = {name: value for name, value in entry.items() if name != "sha256"}
+        made = AdminClient(environ).post("/keys", fields | ({"secret": False} if parsed.no_secret else {}))
+        secret = made.get("secret", "")
+        print(f"{parsed.name} is {IN_STORE}.")
     else:
-        print(f"the entry for the keys file:\n{keysfile.entry_line(entry)}\n")
-        print(f"the secret of {parsed.name}, shown only now:\n{secret}")
+        print(f"the entry for the keys file:\n{keysfile.entry_line(entry)}")
+    if not parsed.no_secret:
+        print(f"The secret of {parsed.name} is shown only now:\n{secret}")
 
 
 def _list(parsed: argparse.Namespace, environ: Environ) -> None:
     head = ["NAME", "CLASS", "WEIGHT", "GROUP", "LIMITS", "EXPIRES", "SHA256"]
     if parsed.file is not None:
-        rows = [_cells(row_of(key)) for key in load_keys(parsed.file, None)]
+        rows = [_cells(row_of(key)) for key in load_keys(parsed.file, None, secretless=True)]
     else:
         head.append("SOURCE")
         rows = [[*_cells(row), row["source"]] for row in _client(parsed, environ).get("/keys")["keys"]]
@@ -157,7 +162,7 @@ def _cut_text(name: str, count: int) -> str:
 # The entry --------------------------------------------------------------------------------------------------
 
 
-def _entry(parsed: argparse.Namespace, digest: str) -> dict[str, Any]:
+def _entry(parsed: argparse.Namespace, digest: str | None) -> dict[str, Any]:
     """What the file gets; raises ConfigError that names the option.  Which classes there are is not known here."""
     stated = {
         "name": parsed.name,
@@ -171,7 +176,7 @@ def _entry(parsed: argparse.Namespace, digest: str) -> dict[str, Any]:
     }
     entry = {name: value for name, value in stated.items() if value is not None}
     try:
-        parse_keys(keysfile.entry_line(entry), "the entry", None)
+        parse_keys(keysfile.entry_line(entry), "the entry", None, secretless=True)
     except ConfigError as error:
         raise ConfigError(error.path.removeprefix("keys[0]."), error.problem) from None
     return entry
@@ -214,7 +219,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
         row["group"] or "-",
         limits or "-",
         row["expires"] or "-",
-        row["sha256"],
+        row["sha256"] or "-",
     ]
 
 

@@ -43,6 +43,8 @@ def with_digest(text: str, file: str, name: str, digest: str) -> str:
     """The text with another SHA-256 in the entry of that name."""
     layout = _Layout.of(text, file)
     number = layout.number_of(name)
+    if layout.keys[number].sha256 is None:
+        raise ConfigError(name, "has no secret that could be renewed: it is named from outside")
     rows = list(layout.rows)
     rows[number] = {**rows[number], "sha256": digest}
     by_hand = f"line {layout.line_of(name)} needs a sha256 that `kvgate keys create` prints without --file"
@@ -59,7 +61,7 @@ def without_key(text: str, file: str, name: str) -> str:
     rows = [row for other, row in enumerate(layout.rows) if other != number]
     by_hand = f"take the entry on line {layout.line_of(name)} out"
     edited = _checked(layout.removed(number), rows, file, by_hand)
-    if not set(parse_keys(edited, file, None)) <= set(layout.keys):
+    if not set(parse_keys(edited, file, None, secretless=True)) <= set(layout.keys):
         raise ConfigError(
             name,
             f"its group {layout.keys[number].group!r} has its limits from this entry: write them to another one of the "
@@ -77,7 +79,7 @@ def _checked(edited: str | None, rows: Sequence[Any], file: str, by_hand: str) -
     """The edited text, which is a valid keys file of exactly these rows; else raises ConfigError."""
     if edited is None or not _holds(edited, rows):
         raise ConfigError(file, f"is laid out in a way that is edited by hand only: {by_hand}")
-    parse_keys(edited, file, None)
+    parse_keys(edited, file, None, secretless=True)
     return edited
 
 
@@ -108,7 +110,7 @@ class _Layout:
 
     @classmethod
     def of(cls, text: str, file: str) -> "_Layout":
-        keys = parse_keys(text, file, None)
+        keys = parse_keys(text, file, None, secretless=True)
         value, top = parse_yaml(text, file)
         return cls(text, file, keys, _rows(value), top, _Places.of(text))
 

@@ -32,7 +32,7 @@ _NOT_FOR_CLIENTS = _HOP_BY_HOP | {
 """Hop by hop, the engine's own, or no longer true of the decoded and inspected body."""
 
 _NOTHING: frozenset[bytes] = frozenset()
-_FOR_ENGINES = frozenset(
+FOR_ENGINES = frozenset(
     {
         b"content-type",
         b"accept",
@@ -65,7 +65,7 @@ def request_headers(client_headers: Iterable[Header], request_id: str, api_key: 
     """
     headers = [(name.lower(), value) for name, value in client_headers]
     hidden = _named_in_connection(headers)
-    allowed = _FOR_ENGINES - hidden if hidden else _FOR_ENGINES
+    allowed = FOR_ENGINES - hidden if hidden else FOR_ENGINES
     passed = [(name, value) for name, value in headers if name in allowed and _PLAIN(value)]
     passed.append((b"accept-encoding", b"identity"))
     passed.append((b"x-request-id", request_id.encode("ascii")))

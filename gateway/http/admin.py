@@ -97,12 +97,7 @@ def _models(keys: Keys, fleets: Mapping[str, Fleet]) -> APIRouter:
     @router.get("/v1/models")
     async def models(request: Request) -> Response:
         """The models that this key may use, each with the longest context that a replica offers now."""
-        authorization, api_key = request.headers.get("authorization"), request.headers.get("x-api-key")
-        key = keys.find(
-            authorization.encode("latin-1") if authorization else None,
-            api_key.encode("latin-1") if api_key else None,
-            int(time.time() * 1000),
-        )
+        key = keys.find(request.scope, dict(request.scope["headers"]), int(time.time() * 1000))
         if key is None:
             return _refuse(
                 Refusal(Code.INVALID_API_KEY, "no valid API key in `Authorization: Bearer` or `x-api-key`")

@@ -1,4 +1,4 @@
-"""Who is calling: API keys, found by the SHA-256 of the secret that a client sends.
+"""Who is calling: API keys, found by the SHA-256 of the secret that a client sends, or named by somebody trusted.
 
 Keys carry 160 random bits, so a plain digest cannot be guessed back, and looking a digest up tells an attacker by
 its timing nothing about another digest.
@@ -7,14 +7,20 @@ its timing nothing about another digest.
 import base64
 import hashlib
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
+from typing import Protocol
 
 from gateway.core.quota import Quota
+from gateway.http.body import Scope
 
 SECRET_PREFIX = "kvg_"
 SECRET_BYTES_MAX = 512
 """Longer credentials are wrong without being hashed."""
+NO_SECRET = b""
+Address = IPv4Address | IPv6Address
+Headers = Iterable[tuple[bytes, bytes]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +40,8 @@ class Key:
     quotas: tuple[Quota, ...] = ()
     expires_ms: int | None = None
     """Epoch milliseconds."""
-    digest: bytes = field(default=b"", repr=False)
-    """SHA-256 of the secret."""
+    digest: bytes = field(default=NO_SECRET, repr=False)
+    """SHA-256 of the secret; `NO_SECRET` where only a trusted header or a signed token can name the key."""
 
 
 def anonymous(class_: str) -> Key:
@@ -65,14 +71,87 @@ class Keyring:
         secret = _bearer(authorization) or api_key
         if not secret or len(secret) > SECRET_BYTES_MAX:
             return self._anonymous
-        key = self._keys.get(hashlib.sha256(secret).digest())
+        return self._valid(self._by_digest.get(hashlib.sha256(secret).digest()), now_ms)
+
+    def named(self, name: str, now_ms: int) -> Key | None:
+        """As `find`, of a name that somebody vouches for."""
+        return self._valid(self._by_name.get(name), now_ms)
+
+    def knows(self, secret: bytes) -> bool:
+        return len(secret) <= SECRET_BYTES_MAX and hashlib.sha256(secret).digest() in self._by_digest
+
+    def _valid(self, key: Key | None, now_ms: int) -> Key | None:
         if key is None or (key.expires_ms is not None and now_ms >= key.expires_ms):
             return self._anonymous
         return key
 
     def replace(self, keys: Iterable[Key]) -> None:
-        """From now on these keys are valid, and no others."""
-        self._keys = {key.digest: key for key in keys}
+        """From now on these keys are valid, and no others; of two with the same name or secret the last."""
+        self._by_name = {key.name: key for key in keys}
+        self._by_digest = {key.digest: key for key in self._by_name.values() if key.digest != NO_SECRET}
+
+
+class TrustedHeader:
+    """A proxy's word for whose call it is, taken from the proxy's own addresses only."""
+
+    def __init__(self, name: str, networks: Iterable[str]) -> None:
+        self._name = name.encode()
+        self._networks = [ip_network(text) for text in networks]
+
+    def name_in(self, headers: Headers, peer: str | None) -> str | None:
+        """The name, `""` where it is given more than once, which nobody is called; None where nobody names any."""
+        given = [value for name, value in headers if name == self._name]
+        if not given or not self._trusts(peer):
+            return None
+        return given[0].decode("latin-1") if len(given) == 1 else ""
+
+    def _trusts(self, peer: str | None) -> bool:
+        """A unix socket has no address, and is not trusted."""
+        try:
+            address: Address = ip_address(peer or "")
+        except ValueError:
+            return False
+        if isinstance(address, IPv6Address) and address.ipv4_mapped:
+            address = address.ipv4_mapped
+        return any(address in network for network in self._networks)
+
+
+class Tokens(Protocol):
+    def name_in(self, token: bytes, now_ms: int, /) -> str | None:
+        """The name in a signed token; None where it is no valid one."""
+        ...
+
+
+class Callers:
+    """Whose call it is: a trusted header, else a signed token, else a secret says so."""
+
+    def __init__(
+        self, ring: Keyring, header: TrustedHeader | None = None, tokens: Tokens | None = None
+    ) -> None:
+        self.tokens = tokens
+        """May be replaced."""
+        self._ring = ring
+        self._header = header
+
+    def find(self, scope: Scope, headers: Mapping[bytes, bytes], now_ms: int) -> Key | None:
+        """None means 401.  `headers` are those of the scope by name; `now_ms` is epoch milliseconds."""
+        authorization = headers.get(b"authorization")
+        name = self._name_from_outside(scope, authorization, now_ms)
+        if name is None:
+            return self._ring.find(authorization, headers.get(b"x-api-key"), now_ms)
+        return self._ring.named(name, now_ms)
+
+    def _name_from_outside(self, scope: Scope, authorization: bytes | None, now_ms: int) -> str | None:
+        if self._header:
+            name = self._header.name_in(scope["headers"], (scope.get("client") or (None,))[0])
+            if name is not None:
+                return name
+        if self.tokens is None:
+            return None
+        token = _bearer(authorization)
+        if not token or token.count(b".") != 2 or self._ring.knows(token):
+            return None
+        return self.tokens.name_in(token, now_ms)
 
 
 def _bearer(authorization: bytes | None) -> bytes | None:

@@ -67,7 +67,7 @@ DRAINING = Refusal(Code.DRAINING, "this gateway is shutting down", retry_ms=1000
 
 
 class Keys(Protocol):
-    def find(self, authorization: bytes | None, api_key: bytes | None, now_ms: int) -> Key | None: ...
+    def find(self, scope: Scope, headers: Mapping[bytes, bytes], now_ms: int, /) -> Key | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +273,7 @@ class Proxy:
         if scope["method"] != "POST":
             return Refusal(Code.METHOD_NOT_ALLOWED, f"{scope['path']} takes POST")
         now_ms = int(time.time() * 1000)
-        visit.key = self._keys.find(headers.get(b"authorization"), headers.get(b"x-api-key"), now_ms)
+        visit.key = self._keys.find(scope, headers, now_ms)
         if visit.key is None:
             return Refusal(Code.INVALID_API_KEY, "no valid API key in `Authorization: Bearer` or `x-api-key`")
         if self._calls.draining:

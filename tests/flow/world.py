@@ -13,7 +13,7 @@ from gateway.core.events import CallEnded, Event
 from gateway.core.outcomes import Outcome
 from gateway.core.prompt import Text, literal_text
 from gateway.flow import Flow
-from gateway.http.auth import Key, Keyring, anonymous
+from gateway.http.auth import Callers, Key, Keyring, anonymous
 from gateway.http.proxy import Calls, ClassTerms, EdgeSettings, Proxy
 from gateway.ledger.api import Admission
 from gateway.ledger.valkey import HoldLimits, ValkeyLedger
@@ -197,7 +197,7 @@ async def gateway(
     calls = Calls()
     proxy = Proxy(
         Flow(counter, upstream),
-        Keyring((), key or anonymous("normal")),
+        Callers(Keyring((), key or anonymous("normal"))),
         {"demo": Fleet(name, engines, ledger)},
         _settings(wait_ms, queue_max),
         calls,

@@ -88,7 +88,9 @@ def one(new_world: World) -> Iterator[tuple[GatewayProcess, Admin]]:
 
 
 async def status_of(wire: Wire, key: str) -> int:
-    return (await wire.ask(post(key, CALL))).status
+    """Of a request that leaves the connection open whatever the answer."""
+    head = f"GET /v1/models HTTP/1.1\r\nhost: kvgate\r\nauthorization: Bearer {key}\r\n\r\n"
+    return (await wire.ask(head.encode())).status
 
 
 async def all_say(wires: list[Wire], key: str, status: int) -> None:
@@ -169,6 +171,7 @@ LONG = [f"{number:03}{'x' * 200}" for number in range(30)]
 WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
     "no name": ({}, "name", "missing"),
     "a bad name": ({"name": "a b"}, "name", "'a b'"),
+    "a name that is no part of a path": ({"name": ".."}, "name", "part of a path"),
     "a name of the file": ({"name": "filed"}, "name", "'filed' is a key of the keys file"),
     "a name of the store": ({"name": "stored"}, "name", "'stored' is a key already"),
     "an unknown field": ({"name": "x", "wieght": 2}, "wieght", "unknown"),
@@ -277,7 +280,9 @@ async def test_a_store_that_is_away_and_returns_without_its_data(new_world: Worl
     with admin_of(gateway) as admin:
         secret = admin.create("team-a")
         wait_until(lambda: completes(other, secret), "both know it", 2)
-        new_world.store.stop()
+        assert new_world.store.process
+        new_world.store.process.kill()
+        new_world.store.process.wait()
         wait_until(lambda: not gateway.is_ready(), "it is known to be away", 5)
         for key, status in ((secret, 503), (gateway.key, 503), ("kvg_wrong", 401)):
             assert (await ask(gateway.url, post(key, CALL))).status == status

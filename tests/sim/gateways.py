@@ -11,7 +11,7 @@ from gateway.call import Fleet
 from gateway.core.events import Event as Fact
 from gateway.core.lifecycle import Event
 from gateway.flow import Flow
-from gateway.http.auth import Key, Keyring
+from gateway.http.auth import Callers, Key, Keyring
 from gateway.http.proxy import Calls, ClassTerms, EdgeSettings, Proxy
 from gateway.ledger.api import Admission, Lost
 from gateway.ledger.reservation import Ask
@@ -151,7 +151,7 @@ class Gateway:
     def _edge(self, random_: random.Random, queue_max: int) -> Proxy:
         return Proxy(
             Flow(WordCounter(), self.client),
-            Keyring(keys(), None),
+            Callers(Keyring(keys(), None)),
             {FLEET: Fleet(FLEET, self._known, self.ledger)},
             _settings(queue_max),
             self.calls,

@@ -129,6 +129,34 @@ def test_anchors_are_copies(tmp_path: Path) -> None:
     assert [fleet.pools[0].replicas[0].url for fleet in settings.fleets] == ["http://a:1", "http://b:1"]
 
 
+def header(name: str, networks: list[str] | None = None) -> dict[str, Any]:
+    return {"name": name, "from": ["10.0.0.0/8"] if networks is None else networks}
+
+
+def jwt(**changes: Any) -> dict[str, Any]:
+    return {"issuer": "i", "audience": "a", "jwks_file": "jwks.json", **changes}
+
+
+def test_keys_named_from_outside(tmp_path: Path) -> None:
+    content = with_(
+        with_(small(), "auth.trusted_header", header("X-Who", ["::1", "10.0.0.0/8"])), "auth.jwt", jwt()
+    )
+    auth = loaded(tmp_path, content).auth
+    assert auth.trusted_header
+    assert (auth.trusted_header.name, auth.trusted_header.from_) == ("x-who", ("::1", "10.0.0.0/8"))
+    assert auth.jwt
+    assert (auth.jwt.jwks_file, auth.jwt.claim) == (str(tmp_path / "jwks.json"), "sub")
+    assert auth.jwt.algorithms == ("RS256",)
+    assert not loaded(tmp_path, small()).auth.names_from_outside
+
+
+def test_with_keys_in_the_store_no_file_is_needed(tmp_path: Path) -> None:
+    content = with_(with_(small(), "auth", {"keys_in_store": True}), "store", {"url": "unix:///s"})
+    assert loaded(tmp_path, content).auth.keys_file is None
+    content = with_(content, "auth.keys_file", "k.yaml")
+    assert loaded(tmp_path, content).auth.keys_file == str(tmp_path / "k.yaml")
+
+
 # Messages ---------------------------------------------------------------------------------------------------------
 
 
@@ -158,6 +186,26 @@ def test_anchors_are_copies(tmp_path: Path) -> None:
         ("store.url", "redis+cluster://h1:99999", "store.url: is not a URL with a port of 1 to 65535"),
         ("store.ca_file", "ca.pem", "store.ca_file: goes with a store.url that starts with rediss://"),
         ("store", {"url": "rediss://h", "ca_file": "none.pem"}, "store.ca_file: no such file"),
+        ("auth.keys_in_store", True, "auth.keys_in_store: an embedded store forgets them when it ends"),
+        ("auth.trusted_header", {"name": "x-who"}, "auth.trusted_header.from: missing"),
+        ("auth.trusted_header", header("x-who", []), "auth.trusted_header.from: expected list of length >= 1"),
+        ("auth.trusted_header", header("x-who", ["10.0.0.1/8"]), "auth.trusted_header.from[0]: has to be an address"),
+        ("auth.trusted_header", header("x-who", ["::1", "h"]), "auth.trusted_header.from[1]: has to be an address"),
+        ("auth.trusted_header", header("x-who", ["0.0.0.0/0"]), "auth.trusted_header.from[0]: 0.0.0.0/0 is everybody"),
+        ("auth.trusted_header", header("x-who", ["::/0"]), "auth.trusted_header.from[0]: ::/0 is everybody"),
+        ("auth.trusted_header", header("x who"), "auth.trusted_header.name: expected text matching"),
+        ("auth.trusted_header", header("Authorization"), "auth.trusted_header.name: authorization has another meaning"),
+        ("auth.trusted_header", header("user-agent"), "auth.trusted_header.name: user-agent has another meaning"),
+        ("auth.trusted_header", header("x-kvgate-key"), "auth.trusted_header.name: x-kvgate-key has another meaning"),
+        ("auth.jwt", jwt(issuer=None), "auth.jwt.issuer: expected text"),
+        ("auth.jwt", {"issuer": "i"}, "auth.jwt.audience: missing"),
+        ("auth.jwt", jwt(audience=""), "auth.jwt.audience: expected"),
+        ("auth.jwt", jwt(public_key_file="k.pem"), "auth.jwt: needs one of jwks_file and public_key_file"),
+        ("auth.jwt", jwt(jwks_file=None), "auth.jwt: needs one of jwks_file and public_key_file"),
+        ("auth.jwt", jwt(algorithms=[]), "auth.jwt.algorithms: expected list of length >= 1"),
+        ("auth.jwt", jwt(algorithms=["RS256", "HS256"]), "auth.jwt.algorithms[1]: has to be one of RS256"),
+        ("auth.jwt", jwt(algorithms=["none"]), "auth.jwt.algorithms[0]: has to be one of RS256"),
+        ("auth.jwt", jwt(leeway=60), "auth.jwt.leeway: unknown setting"),
         ("store.url", "http://h", "store.url: has to be embedded or start with"),
         ("store.url", "unix://", "store.url: names no socket"),
         ("store.url", "redis://h:99999", "store.url: is not a URL with a port"),
@@ -446,6 +494,10 @@ def test_expiry_is_kept_as_epoch_milliseconds(tmp_path: Path, written: str, expe
     [
         ({"name": "a:b"}, "keys[0].name: expected text matching"),
         ({"name": "a" * 65}, "keys[0].name: expected text matching"),
+        (
+            {"sha256": None},
+            "keys[0].sha256: missing; only a key that auth.trusted_header or auth.jwt can name",
+        ),
         ({"sha256": "secret"}, "keys[0].sha256: expected text matching '[0-9a-f]{64}' (keys.yaml line"),
         ({"class": "gold"}, "keys[0].class: unknown class, known are high, normal, low"),
         ({"weight": 0}, "keys[0].weight: expected whole number >= 1, got 0"),

@@ -353,7 +353,7 @@ def test_a_group_keeps_the_limits_that_only_one_entry_states() -> None:
     ("text", "entry", "told"),
     [
         ("- {name: a}}", {}, "keys.yaml line 1: not YAML"),
-        ("- {name: a}", {}, "keys[0].sha256: missing"),
+        ("- {class: a}", {}, "keys[0].name: missing"),
         ("", {"limits": {"blocks_max": 0}}, "keys[0].limits.blocks_max: expected whole number >= 1"),
         (f"- {{name: a, sha256: {C}}}", {}, "keys[1].sha256: is also that of keys[0]"),
         (f"- {{name: g, sha256: {A}}}", {"group": "g"}, "'g' is the name of a key outside of the group"),
