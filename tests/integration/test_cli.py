@@ -91,7 +91,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
     assert ended.value.code == 0
     text = capsys.readouterr().out
-    for command in ("serve", "mock", "check-config", "keys"):
+    for command in ("serve", "mock", "check-config", "keys", "cut"):
         assert command in text
 
 
@@ -104,7 +104,8 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         ["serve", "--demo", "--config", "x"],
         ["check-config"],
         ["keys"],
-        ["keys", "list"],
+        ["keys", "rotate"],
+        ["cut"],
     ],
 )
 def test_a_wrong_command_line_is_a_usage_error(
@@ -293,6 +294,30 @@ def test_a_name_that_is_there_or_is_not(tmp_path: Path, capsys: pytest.CaptureFi
         assert "b: is not in keys.yaml" in problem(capsys, "keys", command, "b", "--file", file)
     assert file.read_bytes() == before
     assert "nowhere.yaml" in problem(capsys, "keys", "list", "--file", tmp_path / "nowhere.yaml")
+
+
+@pytest.mark.parametrize("command", [["list"], ["rotate", "a"], ["revoke", "a"]])
+def test_without_a_file_the_admin_api_is_asked(
+    command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where that is not known either, what is missing is told; `create` prints an entry then."""
+    assert "--file is needed, or KVGATE_ADMIN_URL" in problem(capsys, "keys", *command)
+    monkeypatch.setenv("KVGATE_ADMIN_URL", "localhost:8080")
+    assert "KVGATE_ADMIN_URL: the URL of a gateway" in problem(capsys, "keys", *command)
+    monkeypatch.setenv("KVGATE_ADMIN_URL", "http://127.0.0.1:9")
+    for token in ("", "né", "a\nb"):
+        monkeypatch.setenv("KVGATE_ADMIN_TOKEN", token)
+        assert "KVGATE_ADMIN_TOKEN: the gateway's admin token is needed" in problem(capsys, "keys", *command)
+    monkeypatch.setenv("KVGATE_ADMIN_TOKEN", "t")
+    assert "http://127.0.0.1:9 cannot be asked" in problem(capsys, "keys", *command)
+    assert "cannot be asked" in problem(capsys, "keys", "create", "a")
+    assert "cannot be asked" in problem(capsys, "cut", "--key", "a")
+
+
+def test_a_cut_of_a_files_key_is_another_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = written(tmp_path / "keys.yaml", [{"name": "a", "sha256": "0" * 64}])
+    assert "kvgate cut --key NAME" in problem(capsys, "keys", "revoke", "a", "--cut", "--file", file)
+    assert len(load_keys(file, None)) == 1
 
 
 def test_the_environment_is_no_yaml(
