@@ -19,6 +19,7 @@ SECRET_PREFIX = "kvg_"
 SECRET_BYTES_MAX = 512
 """Longer credentials are wrong without being hashed."""
 NO_SECRET = b""
+"""In place of a digest; no secret has it."""
 Address = IPv4Address | IPv6Address
 Headers = Iterable[tuple[bytes, bytes]]
 
@@ -88,7 +89,7 @@ class Keyring:
     def replace(self, keys: Iterable[Key]) -> None:
         """From now on these keys are valid, and no others; of two with the same name or secret the last."""
         self._by_name = {key.name: key for key in keys}
-        self._by_digest = {key.digest: key for key in self._by_name.values() if key.digest != NO_SECRET}
+        self._by_digest = {key.digest: key for key in self._by_name.values()}
 
 
 class TrustedHeader:

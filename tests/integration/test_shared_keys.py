@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -218,6 +219,27 @@ async def test_the_newest_that_is_known_comes_back(join: Join, data: "redis.Redi
     data.flushall()
     await look(late, one, late)
     assert one.entries == late.entries == {"a": b"{}"}
+
+
+async def test_who_puts_less_back_is_too_late_once_more_is_there(
+    join: Join, data: "redis.Redis[bytes]", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both find the store empty; the one that knows less comes second."""
+    late, one = join(), join()
+    await one.put("a")
+    await look(late)
+    await one.put("b")
+    data.flushall()
+    ask = late.keys._ask
+
+    async def ask_after_the_other(script: str, *arguments: str | bytes | int) -> Any:
+        if script == "callers_restore":
+            await look(one)
+        return await ask(script, *arguments)
+
+    monkeypatch.setattr(late.keys, "_ask", ask_after_the_other)
+    await look(late, late, one)
+    assert late.entries == one.entries == {"a": b"{}", "b": b"{}"}
 
 
 async def test_an_edit_on_a_store_that_lost_its_data_comes_after_its_return(

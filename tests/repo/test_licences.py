@@ -14,6 +14,7 @@ ALLOWED = frozenset(
         "CNRI-Python",  # the oldest licence of Python itself; permissive
         "ISC",
         "MIT",
+        "MIT-0",
         "PSF-2.0",
         "Unlicense",
         "Zlib",
