@@ -389,6 +389,21 @@ async def test_a_call_that_is_cut_before_its_answer_is_refused(store_url: str) -
         assert stage.mocks[0].count(State.ABORTED) == 1
 
 
+@scenes("streaming", "parsed in a thread")
+async def test_a_request_that_is_being_read_when_its_key_is_cut_is_refused(
+    store_url: str, scene: Scene
+) -> None:
+    """Its body, or that as JSON in a thread: it is no call yet that could be ended."""
+    async with scene.make(store_url) as stage:
+        for at in (1, 2):
+            steps, visitor = await run(stage, scene, at, Event.CUT)
+            assert steps.struck
+            assert (visitor.status, visitor.json["error"]["code"]) == (503, "cut")
+            end = stage.world.only_end()
+            assert (end.outcome, end.reason, end.fleet) == (Outcome.REFUSED, Code.CUT, "")
+            await stage.check()
+
+
 async def test_remembered_cuts_are_bounded(store_url: str) -> None:
     async with plain(store_url) as stage:
         for number in range(CUTS_MAX + 10):
