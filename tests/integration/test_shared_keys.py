@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from gateway.ledger.scripts import CALLERS_KEYS, fleet_keys
 from gateway.ledger.sharedkeys import FollowedKeys
 from tests.faults.proxy import store_proxy
 from tests.integration.ledger_world import eventually, running_store
+from tests.repo.files import ROOT
 
 Entries = Mapping[str, bytes]
 
@@ -363,6 +365,25 @@ async def test_a_late_reply_leaves_nothing_for_the_next_question(join: Join, sto
         assert await slow.put("b") == 0
         await look(other)
         assert other.entries == slow.entries == {"a": b"{}", "b": b"{}"}
+
+
+async def test_the_documented_rights_are_enough(
+    join: Join, store: EmbeddedStore, data: "redis.Redis[bytes]"
+) -> None:
+    text = (ROOT / "docs" / "ledger.md").read_text()
+    rights = re.search(r"^ACL SETUSER kvgate on >PASSWORD (.*)$", text, re.MULTILINE)
+    assert rights
+    data.execute_command("ACL", "SETUSER", "kvgate", "on", ">PASSWORD", *rights[1].split())
+    asked = join(f"unix://kvgate:PASSWORD@{store.socket}")
+    await look(asked)
+    assert await asked.put("a") == 0
+    assert await asked.take_out("a", cut=True) == 3
+    assert await asked.put("b") == 0
+    assert await asked.keys.cut("b") == 3
+    data.flushall()
+    await look(asked)
+    assert data.hgetall(CALLERS_KEYS[1]) == {b"b": b"{}"}
+    data.acl_deluser("kvgate")
 
 
 async def test_followed_all_the_time(store: EmbeddedStore, join: Join) -> None:

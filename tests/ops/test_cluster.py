@@ -11,10 +11,11 @@ from gateway.ledger.address import Server, parse
 from gateway.ledger.api import Grant
 from gateway.ledger.cluster import Cluster
 from gateway.ledger.connection import REPLY_SECONDS, Connection, listen
-from gateway.ledger.scripts import fleet_keys, library
+from gateway.ledger.scripts import CALLERS_KEYS, fleet_keys, library
 from gateway.ledger.state import read_state
 from gateway.ledger.wire import StoreAway
 from tests.integration.ledger_world import World, eventually
+from tests.integration.test_shared_keys import Process
 from tests.ops.servers import Nodes, cluster
 from tests.ops.world import MOVE_SECONDS, all_ready, fleet, is_quiet, look_into, traffic
 
@@ -63,6 +64,27 @@ async def test_a_slot_moves_under_load(half_way_seconds: float) -> None:
             await eventually(lambda: is_quiet(w, *members))
             assert [m.lost for m in members] == [[], []]
             assert [m.count(Healed) for m in members] == [0, 0]
+
+
+async def test_keys_are_followed_wherever_their_slot_is() -> None:
+    """It is another one than those of the fleets."""
+    with cluster() as nodes:
+        one, two = Process(nodes.url), Process(nodes.url)
+        assert await one.put("a") == 0
+        await two.keys.poll()
+        key = CALLERS_KEYS[0]
+        to = (nodes.owner_of(key) + 1) % len(nodes.nodes)
+        source = nodes.begin_move(key, to)
+        while nodes.move_keys(key, source, to, 100):
+            pass
+        nodes.end_move(key, to)
+        await one.keys.poll()  # hears MOVED
+        assert await one.put("b") == 0
+        await two.keys.poll()
+        await two.keys.poll()
+        assert two.entries == one.entries == {"a": b"{}", "b": b"{}"}
+        for process in (one, two):
+            process.keys.close()
 
 
 async def test_nobody_can_serve_a_slot_that_is_half_way() -> None:
