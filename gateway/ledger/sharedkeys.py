@@ -100,12 +100,12 @@ class FollowedKeys:
         try:
             async with self._turn:
                 for _ in range(TRIES_MAX):
-                    ended = await self._follow()
+                    await self._follow()
                     edit = decide(self._known.entries)
                     if isinstance(edit, Refusal):
                         return edit
                     if await self._make(edit):
-                        return ended + await self._follow()
+                        return await self._follow()
         except StoreAway:
             return _away()
         return Refusal(Code.STORE_UNAVAILABLE, "others change the keys all the time", retry_ms=1000)
@@ -123,6 +123,7 @@ class FollowedKeys:
 
     async def _follow(self) -> int:
         """Take over what is new; returns how many calls were ended.  Raises StoreAway."""
+        await self._connect()
         asked_at = self._now()
         mark = self._known.mark if self._read else NO_INTEREST
         version, found, cut, micros, entries, cuts = await self._ask("callers_follow", mark, self._last_cut)
@@ -177,12 +178,15 @@ class FollowedKeys:
         entry = b"" if edit.entry is None else edit.entry
         return bool(await self._ask("callers_change", self._known.mark, _new_id(), edit.name, entry, cut))
 
-    async def _ask(self, script: str, *arguments: str | bytes | int) -> Any:
+    async def _connect(self) -> None:
         """Raises StoreAway."""
+        if not self._open:
+            await self._connection.open()
+            self._open = True
+
+    async def _ask(self, script: str, *arguments: str | bytes | int) -> Any:
+        """Raises StoreAway; then the next question needs a new connection."""
         try:
-            if not self._open:
-                await self._connection.open()
-                self._open = True
             return await self._connection.evaluate(script, *arguments)
         except StoreAway:
             self._open = False

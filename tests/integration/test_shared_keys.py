@@ -305,6 +305,23 @@ async def test_a_cut_is_of_what_arrived_before_it(join: Join, data: "redis.Redis
     assert 1000.0 - 5 < asked.cuts[0].before <= 1000.0
 
 
+async def test_a_slow_connection_makes_no_cut_older(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, other = join(keys=False), join(keys=False)
+    await look(asked, other)
+    await asked.keys.cut("a")
+    other.keys._connection.close()
+    await look(other)  # finds it closed
+    connect = other.keys._connection.open
+
+    async def slowly() -> None:
+        await connect()
+        other.now += 100
+
+    monkeypatch.setattr(other.keys._connection, "open", slowly)
+    await look(other)
+    assert 1100 - 5 < other.cuts[0].before <= 1100
+
+
 async def test_a_store_whose_clock_went_back_cuts_nothing_of_the_future(
     join: Join, data: "redis.Redis[bytes]"
 ) -> None:
