@@ -16,7 +16,7 @@ from typing import Any
 
 from gateway import __version__
 from gateway.call import Fleet
-from gateway.config import ConfigError, Jwt, PriorityClass, Secrets, Settings, load_keys, text_of
+from gateway.config import ConfigError, Jwt, PriorityClass, Secrets, Settings, Upstream, load_keys, text_of
 from gateway.config import Fleet as FleetSettings
 from gateway.core.events import Event as Fact
 from gateway.core.lifecycle import Event
@@ -155,14 +155,7 @@ class Gateway:
         self._shared = FollowedKeys(
             settings.store.url, self._book.read_stored if in_store else None, self.calls.cut
         )
-        upstream = settings.upstream
-        limits = UpstreamLimits(
-            upstream.connect_seconds,
-            upstream.headers_seconds,
-            upstream.first_event_seconds,
-            upstream.idle_seconds,
-        )
-        self._upstream = EngineClient(limits, ca_file=upstream.ca_file)
+        self._upstream = EngineClient(_upstream_limits(settings.upstream), ca_file=settings.upstream.ca_file)
         self._models: dict[str, Fleet] = {}
         self._name_models()
         self._proxy = Proxy(
@@ -437,6 +430,15 @@ def _plan(settings: Settings, fleet: FleetSettings) -> FleetPlan:
         classes=tuple((class_.name, round(class_.share * 1000)) for class_ in settings.classes),
         lease_ms=round(settings.store.lease_seconds * 1000),
         heartbeat_ms=round(settings.store.heartbeat_seconds * 1000),
+    )
+
+
+def _upstream_limits(upstream: Upstream) -> UpstreamLimits:
+    return UpstreamLimits(
+        upstream.connect_seconds,
+        upstream.headers_seconds,
+        upstream.first_event_seconds,
+        upstream.idle_seconds,
     )
 
 

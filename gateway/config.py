@@ -116,7 +116,8 @@ class Jwt(_Strict, frozen=True, kw_only=True):
 class Auth(_Strict, frozen=True, kw_only=True):
     required: bool = True
     keys_file: Annotated[str, Meta(min_length=1)] | None = None
-    """Absolute once loaded; `keys.yaml` beside the configuration where keys are required and nowhere else."""
+    """Absolute once loaded; `keys.yaml` beside the configuration where keys are required, and neither a file is named
+    nor are there any in the store."""
     keys_in_store: bool = False
     trusted_header: TrustedHeader | None = None
     jwt: Jwt | None = None
