@@ -51,6 +51,13 @@ class AdminClient:
         raise AdminError(_refusal_of(told, answer.status_code))
 
 
+def field(told: Mapping[str, Any], name: str) -> Any:
+    """Of an answer.  Raises AdminError where it is none of a gateway that has this command."""
+    if name not in told:
+        raise AdminError(f"the answer has no `{name}`: is this a gateway of the same version?")
+    return told[name]
+
+
 def segment(name: str) -> str:
     """A name as a part of a path."""
     return quote(name, safe="")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gateway import adminclient, keysfile
-from gateway.adminclient import AdminClient, AdminError, segment
+from gateway.adminclient import AdminClient, AdminError, field, segment
 from gateway.config import ConfigError, Limits, load_keys, parse_keys
 from gateway.http.auth import new_key
 from gateway.keybook import row_of
@@ -77,8 +77,8 @@ def add_cut_arguments(parser: argparse.ArgumentParser) -> None:
 def cut(parsed: argparse.Namespace, environ: Environ) -> int:
     """As `run`."""
     told = AdminClient(environ).post("/cut", {"key": parsed.key})
-    print(_cut_text(parsed.key, told["calls_cut_here"]))
-    if not told["is_a_key"]:
+    print(_cut_text(parsed.key, field(told, "calls_cut_here")))
+    if not field(told, "is_a_key"):
         print(f"No key is called {parsed.key} now.")
     return 0
 
@@ -96,7 +96,7 @@ def _create(parsed: argparse.Namespace, environ: Environ) -> None:
     elif environ.get(adminclient.URL):
         fields = {name: value for name, value in entry.items() if name != "sha256"}
         made = AdminClient(environ).post("/keys", fields | ({"secret": False} if parsed.no_secret else {}))
-        secret = made.get("secret", "")
+        secret = "" if parsed.no_secret else field(made, "secret")
         print(f"{parsed.name} is {IN_STORE}.")
     else:
         print(f"the entry for the keys file:\n{keysfile.entry_line(entry)}")
@@ -110,7 +110,7 @@ def _list(parsed: argparse.Namespace, environ: Environ) -> None:
         rows = [_cells(row_of(key)) for key in load_keys(parsed.file, None, secretless=True)]
     else:
         head.append("SOURCE")
-        rows = [[*_cells(row), row["source"]] for row in _client(parsed, environ).get("/keys")["keys"]]
+        rows = [[*_cells(row), row["source"]] for row in field(_client(environ).get("/keys"), "keys")]
     print("\n".join(_table(head, rows)))
 
 
@@ -120,7 +120,7 @@ def _rotate(parsed: argparse.Namespace, environ: Environ) -> None:
         file = parsed.file
         keysfile.edit(file, lambda text: keysfile.with_digest(text, file.name, parsed.name, digest))
     else:
-        secret = _client(parsed, environ).post(f"/keys/{segment(parsed.name)}/rotate")["secret"]
+        secret = field(_client(environ).post(f"/keys/{segment(parsed.name)}/rotate"), "secret")
     print(
         f"{parsed.name} has a new secret; calls with the old one are refused within a second, {GO_ON}.\n"
         f"The new one is shown only now:\n{secret}"
@@ -138,14 +138,14 @@ def _revoke(parsed: argparse.Namespace, environ: Environ) -> None:
         print(f"{parsed.name} is out of {file}: new calls are refused within a second, {GO_ON}.")
         return
     wanted = "?cut=true" if parsed.cut else ""
-    told = _client(parsed, environ).delete(f"/keys/{segment(parsed.name)}{wanted}")
+    told = _client(environ).delete(f"/keys/{segment(parsed.name)}{wanted}")
     goes_on = "" if parsed.cut else f", {GO_ON}"
     print(f"{parsed.name} is not {IN_STORE} any more: new calls are refused within a second{goes_on}.")
     if parsed.cut:
-        print(_cut_text(parsed.name, told["calls_cut_here"]))
+        print(_cut_text(parsed.name, field(told, "calls_cut_here")))
 
 
-def _client(parsed: argparse.Namespace, environ: Environ) -> AdminClient:
+def _client(environ: Environ) -> AdminClient:
     if not environ.get(adminclient.URL):
         raise AdminError(f"--file is needed, or {adminclient.URL} for the keys {IN_STORE}")
     return AdminClient(environ)

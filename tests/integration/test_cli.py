@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -422,3 +423,39 @@ def test_a_key_for_a_model_that_nobody_has(tmp_path: Path, capsys: pytest.Captur
 
 def test_the_demo_is_one_process(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--workers" in problem(capsys, "serve", "--demo", "--workers", 2)
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "told"),
+    [
+        (200, b"<html>", "does not answer as a gateway does (status 200)"),
+        (502, b"", "does not answer as a gateway does (status 502)"),
+        (200, b"[]", "does not answer as a gateway does"),
+        (201, b"{}", "the answer has no `secret`"),
+        (500, b"{}", "the gateway refused (status 500)"),
+        (404, b'{"error": {"message": "m", "param": null}}', "no admin API"),
+    ],
+)
+def test_whoever_answers_in_the_gateways_place(
+    status: int,
+    body: bytes,
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    answer = (
+        f"HTTP/1.1 {status} X\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body
+    )
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as threads:
+        threads.submit(_answer_once, server, answer)
+        monkeypatch.setenv("KVGATE_ADMIN_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
+        monkeypatch.setenv("KVGATE_ADMIN_TOKEN", "t")
+        assert told in problem(capsys, "keys", "create", "a")
+
+
+def _answer_once(server: socket.socket, answer: bytes) -> None:
+    connection, _ = server.accept()
+    with connection:
+        while b"}" not in connection.recv(65536):
+            continue
+        connection.sendall(answer)
