@@ -115,7 +115,8 @@ class Fleet:
         id_ = f"{self._random.getrandbits(40):010x}"
         key, lane = f"key-{self._random.randrange(keys)}", self._random.choice(("short", "long"))
         return [
-            "A", id_, key, "normal", lane, BLOCKS, 1, 300, 40, UNLIMITED, 1, -1, -1, UNLIMITED, UNLIMITED, [], [], [],
+            "A", id_, key, "normal", lane, BLOCKS, 1, 300, 40, UNLIMITED, 1, -1, -1, UNLIMITED, UNLIMITED,
+            [], [], [], "", "", 0,
         ]  # fmt: skip
 
     def fill(self, owner: str, calls: int) -> list[str]:
@@ -154,7 +155,7 @@ def cost_round(fleet: Fleet) -> dict[str, float]:
         "a step without ops": [[] for _ in admits],
         "a step with one admit": [[op] for op in admits],
         "a step with one first token": [[["F", op[1]]] for op in admits],
-        "a step with one settle": [[["S", op[1], BLOCKS, 40, []]] for op in admits],
+        "a step with one settle": [[["S", op[1], BLOCKS, 40, [], ""]] for op in admits],
     }
     costs = {name: fleet.steps("a", each)[1] for name, each in batches.items()}
     for size in (16, 32, 64):
@@ -168,7 +169,7 @@ def _call_batches(fleet: Fleet, calls: int) -> list[list[Op]]:
     """As under load: a batch settles some calls, has the first tokens of others, and admits as many."""
     admits = [[fleet.admit(8) for _ in range(calls)] for _ in range(STEPS)]
     firsts = [[["F", op[1]] for op in batch] for batch in admits]
-    settles = [[["S", op[1], BLOCKS, 40, []] for op in batch] for batch in admits]
+    settles = [[["S", op[1], BLOCKS, 40, [], ""] for op in batch] for batch in admits]
     nothing: list[list[Op]] = [[], []]
     return [s + f + a for s, f, a in zip(nothing + settles, [[], *firsts, []], admits + nothing, strict=True)]
 
@@ -210,7 +211,7 @@ class Full:
     def settle(self, calls: int = 1) -> float:
         """Settle running calls, whose places go to waiters; afterwards as many run and wait as before."""
         ended, self.running = self.running[:calls], self.running[calls:]
-        reply, us = self.fleet.step("a", [["S", id_, BLOCKS, 30, []] for id_ in ended])
+        reply, us = self.fleet.step("a", [["S", id_, BLOCKS, 30, [], ""] for id_ in ended])
         assert reply[5] == [["settled"]] * calls
         self.running += self.fleet.claim("a")
         self.fleet.fill("a", calls)
@@ -236,7 +237,7 @@ class Roomy:
     def admits_and_settles(self) -> float:
         admits = [self.fleet.admit() for _ in range(STEPS)]
         _, admit_us = self.fleet.steps("a", [[op] for op in admits])
-        _, settle_us = self.fleet.steps("a", [[["S", op[1], BLOCKS, 40, []]] for op in admits])
+        _, settle_us = self.fleet.steps("a", [[["S", op[1], BLOCKS, 40, [], ""]] for op in admits])
         return admit_us + settle_us
 
     def heartbeats(self) -> float:

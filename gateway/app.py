@@ -453,6 +453,7 @@ def _edge_settings(settings: Settings, secrets: Secrets) -> EdgeSettings:
         upstream_api_key=secrets.upstream_api_key,
         classes={c.name: _class_terms(c) for c in settings.classes},
         default_class=settings.default_class,
+        retry_share=settings.queue.retry_share,
     )
 
 

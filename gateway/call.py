@@ -9,6 +9,7 @@ import msgspec
 
 from gateway.core import lifecycle
 from gateway.core.estimate import Demand
+from gateway.core.identity import Identity
 from gateway.core.lifecycle import Event, Phase, Step
 from gateway.core.outcomes import Code, Outcome, Refusal
 from gateway.core.quota import Charge, Quota
@@ -57,8 +58,13 @@ class Call:
     started: float
     """When the last byte of the body had been read; like all times here seconds of the monotonic clock."""
     task: asyncio.Task[object]
+    identity: Identity
     arrived: float = 0.0
     """When the head of the request had come."""
+    once: str = ""
+    """Hash of its key and `Idempotency-Key`, '' where the client sent none."""
+    place_only: bool = False
+    """It is a retry too many: it may wait only in the place that it left."""
     phase: Phase = Phase.ESTIMATING
     demand: Demand | None = None
     charges: tuple[Charge, ...] = ()
@@ -115,6 +121,9 @@ class Call:
             requests_max=-1 if terms.requests_max is None else terms.requests_max,
             queue_max=terms.queue_max,
             queue_key_max=terms.queue_key_max,
+            identity=self.identity,
+            once=self.once,
+            place_only=self.place_only,
             charges=self.charges,
             body_bytes=len(self.request.body),
         )

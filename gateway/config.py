@@ -41,6 +41,7 @@ Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 Share = Annotated[float, Meta(ge=0, le=0.5)]
 QueueDepth = Annotated[int, Meta(ge=0, le=100_000)]
 KeyShare = Annotated[float, Meta(gt=0, le=1)]
+RetryShare = Annotated[float, Meta(ge=0, le=10)]
 
 
 VALUES_MAX = 5_000_000
@@ -141,6 +142,8 @@ class Queue(_Strict, frozen=True, kw_only=True):
     seconds_max: Seconds = 30
     key_share: KeyShare = 0.5
     """The part of `depth_max` that one key may fill."""
+    retry_share: RetryShare = 0.2
+    """Retries of a key that are queued for each of its first attempts."""
 
 
 class PriorityClass(_Strict, frozen=True, kw_only=True):

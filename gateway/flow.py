@@ -70,6 +70,8 @@ class Flow:
             refusal = never_fits(call.charges)
             if refusal:
                 return refusal
+        if call.once and not call.identity.is_quick:
+            await asyncio.to_thread(call.identity.fingerprint)
         call.advance(Event.COUNTED)
         for _ in range(UNKNOWN_TRIES):
             try:

@@ -20,6 +20,8 @@ from gateway.core.order import (
     FIRST_APPOINTMENT_MS,
     LOOKAHEAD,
     OUTBOX,
+    PLACE_MS,
+    PLACES,
     QUOTA_BUCKETS,
     SLICE,
     TAG_SCALE,
@@ -96,6 +98,31 @@ class Call:
     prefer: tuple[str, ...] = ()
     charge: tuple[int, ...] = ()
     """What it paid of its key's rate quotas: bucket, microseconds, bucket, microseconds..."""
+    once: str = ""
+    """Hash of its key and `Idempotency-Key`: while it lives no other call is admitted under the same."""
+    fingerprint: str = ""
+    """Of the request, kept only beside `once`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a call stood that left the queue, for the next one with the same fingerprint."""
+
+    lane: str
+    class_: str
+    key: str
+    fingerprint: str
+    arrival: int
+    end: int
+    """Of the time for which it is remembered."""
+
+    @property
+    def flow(self) -> tuple[str, str, str]:
+        return self.lane, self.class_, self.key
+
+    @property
+    def member(self) -> str:
+        return f"{self.lane}:{self.class_}:{self.key}:{self.fingerprint}:{self.arrival:012d}"
 
 
 @dataclass(slots=True)
@@ -107,6 +134,18 @@ class Key:
     calls: int = 0
     quotas: tuple[int, ...] = ()
     """By bucket the instant (`Books.quota_us`) at which it is full again; empty until the first charge."""
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """On which a call may wait."""
+
+    queue_max: int
+    queue_key_max: int
+    wait_ms: int
+    returns: bool
+    """A place that it may take is remembered."""
+    place_only: bool
 
 
 @dataclass(slots=True)
@@ -155,6 +194,9 @@ class Books:
     """Weight of each flow that waits, as it was when it began to."""
     owed: dict[tuple[str, str, str], int] = field(default_factory=dict)
     """Tag units that a flow that waits was charged too much, and that would have put it before all others."""
+    resume: dict[tuple[str, str, str], int] = field(default_factory=dict)
+    """Of a flow that nobody waits in, but that has remembered places: the tag from which one of them goes on."""
+    places: list[Place] = field(default_factory=list)
     parked: set[tuple[str, str, str]] = field(default_factory=set)
     virtual: dict[tuple[str, str], int] = field(default_factory=dict)
     credit: dict[tuple[str, str], int] = field(default_factory=dict)
@@ -327,12 +369,13 @@ class Books:
         for call in late[:SLICE]:
             self.work -= 1
             self._withdraw(call)
-        return len(late) > SLICE
+        return self._forget_places() or len(late) > SLICE
 
     def _close(self) -> None:
         self._dispatch()
         if not self.calls:
             self.tags.clear()
+            self.resume.clear()
             self.virtual.clear()
             self.credit.clear()
 
@@ -415,11 +458,13 @@ class Books:
     def _unparked_wait(self, lane: str) -> bool:
         return any((c.lane, c.class_, c.key) not in self.parked for c in self._waiting(lane))
 
-    def _join(self, call: Call) -> None:
-        """Stand in the queue."""
+    def _join(self, call: Call, returns: bool = False) -> None:
+        """Stand in the queue; `returns`: in a place that was remembered."""
         flow = _flow(call)
         if not self._waiting(*flow):
-            self.tags[flow] = self._entry(flow)
+            entry = self._entry(flow)
+            self.tags[flow] = min(entry, self.resume.get(flow, entry)) if returns else entry
+            self.resume.pop(flow, None)
             self.weights[flow] = self._key(call.key).weight
             self.dirty = True
         call.state = "queued"
@@ -438,6 +483,8 @@ class Books:
             self.parked.discard(flow)
             self.weights.pop(flow, None)
             self.owed.pop(flow, None)
+            if any(place.flow == flow for place in self.places):
+                self.resume[flow] = self._standing(flow)
         if not self._waiting(call.lane, call.class_):
             self.credit.pop((call.lane, call.class_), None)
         self._note_since(call.lane)
@@ -450,10 +497,50 @@ class Books:
         else:
             self.since.pop(lane, None)
 
-    def _withdraw(self, call: Call) -> None:
+    def _withdraw(self, call: Call, fingerprint: str = "") -> None:
+        """With a fingerprint its place is remembered."""
         del self.calls[call.id]
+        if fingerprint:
+            self._remember(call, fingerprint)
         self._leave(call)
         self._refund_quotas(call)
+
+    # -- remembered places ---------------------------------------------------------------------------------------
+
+    def _remember(self, call: Call, fingerprint: str) -> None:
+        """At most so many: the one that would end first makes room."""
+        if len(self.places) >= PLACES:
+            self._forget_place(min(self.places, key=_by_end))
+        place = Place(*_flow(call), fingerprint, call.arrival, self.clock + PLACE_MS)
+        self.places.append(place)
+
+    def _forget_places(self) -> bool:
+        """Those whose time is over; True = some are left."""
+        over = sorted((place for place in self.places if place.end <= self.clock), key=_by_end)
+        for place in over[:SLICE]:
+            self.work -= 1
+            self._forget_place(place)
+        return len(over) > SLICE
+
+    def _forget_place(self, place: Place) -> None:
+        self.places.remove(place)
+        if not any(other.flow == place.flow for other in self.places):
+            self.resume.pop(place.flow, None)
+
+    def _place_left(self, call: Call, fingerprint: str) -> Place | None:
+        """The first of those that calls like this one have left."""
+        of_its_like = [p for p in self.places if p.flow == _flow(call) and p.fingerprint == fingerprint]
+        return min(of_its_like, key=lambda place: place.arrival, default=None)
+
+    def _return(self, call: Call, place: Place) -> None:
+        """Stand where the one before stood, from now on first of its flow perhaps."""
+        flow = _flow(call)
+        call.arrival = place.arrival
+        if self._waiting(*flow):
+            self._unpark([flow])
+        self._join(call, returns=True)
+        self._forget_place(place)
+        self.dirty = True
 
     def _unpark(self, flows: Iterable[tuple[str, str, str]]) -> None:
         back = self.parked.intersection(flows)
@@ -564,6 +651,7 @@ class Books:
         self.virtual[lane_class] = max(self.virtual.get(lane_class, 0), start)
         call.charged = _ceil(call.cost * TAG_SCALE, self._key(call.key).weight)
         self.tags[flow] = start + self._after_owed(flow, call.charged)
+        self._delay(flow, call.charged)
 
     def _correct(self, call: Call, units: int) -> None:
         """Move the flow's tag by what was charged too much or too little."""
@@ -571,6 +659,7 @@ class Books:
         tag = self._standing(flow)
         if units > 0:
             self.tags[flow] = tag + self._after_owed(flow, units)
+            self._delay(flow, units)
         elif not self._waiting(*flow):
             self.tags[flow] = max(0, tag + units)
         else:
@@ -584,6 +673,11 @@ class Books:
         if owed:
             self.owed[flow] = owed - (units - left)
         return left
+
+    def _delay(self, flow: tuple[str, str, str], units: int) -> None:
+        """What its key is charged meanwhile counts for who returns; what it gets back is not saved up."""
+        if flow in self.resume:
+            self.resume[flow] += units
 
     def _standing(self, flow: tuple[str, str, str]) -> int:
         """Its tag.  A flow that waits may be behind its class's time; one that does not saves nothing up."""
@@ -759,10 +853,16 @@ class Books:
         prefer: Sequence[str],
         exclude: Sequence[str],
         charge: Sequence[int],
+        fingerprint: str,
+        once: str,
+        place_only: int,
     ) -> Answer:
         """`queue_max`: tickets that its lane and class may hold, `queue_key_max`: those of them that are its key's.
 
-        `charge`: of each rate quota its bucket, what the call takes of it, and what it holds when it is full."""
+        `charge`: of each rate quota its bucket, what the call takes of it, and what it holds when it is full.
+        `fingerprint`: of key, route and body, '' until it is asked for.  `once`: hash of key and `Idempotency-Key`,
+        always with a fingerprint; '' = none.  `place_only`: 1 = it may wait only in a place that was left.
+        """
         if self._foreign(owner, id_):
             return ["refused", "id", "", 0, 0, 0]
         known = self.calls.get(id_)
@@ -772,8 +872,11 @@ class Books:
             return ["refused", "settings", "", 0, 0, FIRST_APPOINTMENT_MS]
         call = Call(
             id_, "none", owner, "", key, class_, lane, blocks, sequences, prefill, 0, cost, self.clock + wait_ms, 0,
-            exclude=tuple(exclude), prefer=tuple(prefer),
+            exclude=tuple(exclude), prefer=tuple(prefer), once=once, fingerprint=fingerprint if once else "",
         )  # fmt: skip
+        refusal = self._refuse_second(call)
+        if refusal:
+            return refusal
         self._set_policy(key, weight, blocks_max, requests_max)
         refusal = self._refuse_outright(call) or self._refuse_by_quota(key, charge)
         if refusal:
@@ -786,12 +889,29 @@ class Books:
             call.state = "reserved"
             self._reserve(call, replica)
             return ["grant", replica.name, *self._pay_quotas(call, charge)]
-        refusal = self._refuse_to_queue(call, queue_max, queue_key_max, wait_ms)
+        if queue_max and not fingerprint and any(place.flow == _flow(call) for place in self.places):
+            return ["fingerprint"]
+        place = self._place_left(call, fingerprint)
+        terms = Terms(queue_max, queue_key_max, wait_ms, place is not None, bool(place_only))
+        refusal = self._refuse_to_queue(call, terms)
         if refusal:
             return refusal
-        wait = self._expected_wait(call)
-        self._enqueue(call)
+        wait = -1
+        if place:
+            self._return(call, place)
+        else:
+            wait = self._expected_wait(call)
+            self._number(call)
+            self._join(call)
         return ["ticket", len(self._waiting(lane, class_)), wait, *self._pay_quotas(call, charge)]
+
+    def _refuse_second(self, call: Call) -> Answer | None:
+        """Of two calls under one `Idempotency-Key`."""
+        first = next((c for c in self.calls.values() if call.once and c.once == call.once), None)
+        if first is None:
+            return None
+        same = first.fingerprint == call.fingerprint
+        return ["refused", "duplicate_in_progress" if same else "idempotency_key_reused", "once", 0, 0, 0]
 
     # -- rate quotas ---------------------------------------------------------------------------------------------
 
@@ -877,17 +997,12 @@ class Books:
             return None
         return self._place(call)
 
-    def _refuse_to_queue(self, call: Call, queue_max: int, queue_key_max: int, wait_ms: int) -> Answer | None:
+    def _refuse_to_queue(self, call: Call, terms: Terms) -> Answer | None:
         waiting = len(self._waiting(call.lane, call.class_))
-        own = len(self._waiting(*_flow(call)))
-        if waiting < queue_max and wait_ms <= 0:
-            return ["refused", "queue_timeout", "seconds_max", 0, wait_ms, self._wait_told(call)]
-        if waiting < queue_max and own >= queue_key_max:
-            return ["refused", "queue_full", "key_share", own, queue_key_max, self._appointment(call)]
-        if waiting < queue_max:
-            return self._refuse_too_late(call, wait_ms)
-        if queue_max:
-            return self._refuse_to_full_queue(call, waiting, queue_max, queue_key_max, wait_ms)
+        if waiting < terms.queue_max:
+            return self._refuse_to_open_queue(call, terms)
+        if terms.queue_max:
+            return self._refuse_to_full_queue(call, waiting, terms)
         if self.opens_at:
             return ["refused", "store_unavailable", "", 0, 0, self.opens_at - self.clock]
         if self._capped(call):
@@ -901,17 +1016,24 @@ class Books:
             self._appointment(call),
         ]
 
-    def _refuse_to_full_queue(
-        self, call: Call, waiting: int, queue_max: int, queue_key_max: int, wait_ms: int
-    ) -> Answer | None:
+    def _refuse_to_open_queue(self, call: Call, terms: Terms) -> Answer | None:
+        own = len(self._waiting(*_flow(call)))
+        if terms.wait_ms <= 0:
+            return ["refused", "queue_timeout", "seconds_max", 0, terms.wait_ms, self._wait_told(call)]
+        if own >= terms.queue_key_max:
+            return ["refused", "queue_full", "key_share", own, terms.queue_key_max, self._appointment(call)]
+        if terms.returns:
+            return None
+        if terms.place_only:
+            return ["refused", "queue_full", "place_only", 0, 0, self._appointment(call)]
+        return self._refuse_too_late(call, terms.wait_ms)
+
+    def _refuse_to_full_queue(self, call: Call, waiting: int, terms: Terms) -> Answer | None:
         """A key with less waiting takes the place of the newest call of the key with the most."""
         crowder = self._crowder(call)
-        if wait_ms <= 0 or crowder is None:
-            return ["refused", "queue_full", "depth_max", waiting, queue_max, self._appointment(call)]
-        own = len(self._waiting(*_flow(call)))
-        if own >= queue_key_max:
-            return ["refused", "queue_full", "key_share", own, queue_key_max, self._appointment(call)]
-        refusal = self._refuse_too_late(call, wait_ms)
+        if terms.wait_ms <= 0 or crowder is None:
+            return ["refused", "queue_full", "depth_max", waiting, terms.queue_max, self._appointment(call)]
+        refusal = self._refuse_to_open_queue(call, terms)
         if refusal is None:
             self._displace(self._waiting(call.lane, call.class_, crowder)[-1])
         return refusal
@@ -957,10 +1079,6 @@ class Books:
         """Its place in its flow, to which a move brings it back."""
         self.arrivals += 1
         call.arrival = self.arrivals
-
-    def _enqueue(self, call: Call) -> None:
-        self._number(call)
-        self._join(call)
 
     def _claim(self, owner: str, id_: str) -> Answer:
         call = self._mine(owner, id_)
@@ -1030,16 +1148,19 @@ class Books:
             if name in self.replicas and self.replicas[name].held_for == call.id:
                 self.replicas[name].held_for = ""
 
-    def _settle(self, owner: str, id_: str, used: int, cost: int, corrections: Sequence[int]) -> Answer:
+    def _settle(
+        self, owner: str, id_: str, used: int, cost: int, corrections: Sequence[int], fingerprint: str
+    ) -> Answer:
         """`used`: blocks really used, `cost`: block-seconds really held; -1 where unknown.
 
         `corrections`: bucket, microseconds that were charged too little (negative: too much), for a call that ran.
+        `fingerprint`: its place is to be remembered if it still waits; '' = it is not.
         """
         call = self._mine(owner, id_)
         if call is None:
             return ["gone"]
         if call.state == "queued":
-            self._withdraw(call)
+            self._withdraw(call, fingerprint)
             return ["withdrawn"]
         if call.state == "displaced":
             del self.calls[id_]
@@ -1070,8 +1191,13 @@ class Books:
         blocks_max: int,
         requests_max: int,
         force: int,
+        fingerprint: str,
+        once: str,
     ) -> Answer:
-        """A running call says where it runs: after its owner lost its lease, or the store its data."""
+        """A running call says where it runs: after its owner lost its lease, or the store its data.
+
+        Where another call was admitted under its `once` meanwhile, that one keeps it.
+        """
         if self._foreign(owner, id_):
             return ["refused", "id", "", 0, 0, 0]
         known = self.calls.get(id_)
@@ -1098,6 +1224,8 @@ class Books:
         self.arrivals += 1
         call = Call(id_, "reserved", owner, "", key, class_, lane, blocks, sequences, prefill, 0, cost, self.clock,
                     self.arrivals)  # fmt: skip
+        if once and all(c.once != once for c in self.calls.values()):
+            call.once, call.fingerprint = once, fingerprint
         self._reserve(call, target)
         return ["declared"]
 
@@ -1120,6 +1248,10 @@ def _holds(call: Call) -> bool:
 
 def _flow(call: Call) -> tuple[str, str, str]:
     return call.lane, call.class_, call.key
+
+
+def _by_end(place: Place) -> tuple[int, str]:
+    return place.end, place.member
 
 
 def _roomiest(replica: Replica) -> tuple[int, str]:

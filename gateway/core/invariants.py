@@ -9,13 +9,13 @@ A snapshot must be whole: what the store held between two scripts.
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
 from gateway.core.books import Call, FleetConfig, Key, Replica
-from gateway.core.order import DIGEST_MODULUS, LOOKAHEAD
+from gateway.core.order import DIGEST_MODULUS, LOOKAHEAD, PLACE_MS, PLACES
 
 FlowName = tuple[str, str, str]
 """Lane, class and key."""
@@ -40,6 +40,8 @@ class Rule(StrEnum):
     BLOCKED = "a blocked head waits in its lane"
     DISPATCH = "nobody waits that could start"
     OVERTAKING = "a head that was passed too often has a replica held for it"
+    PLACE = "a remembered place is nobody's, and its time ends"
+    ONCE = "of the calls under one Idempotency-Key one is known"
     QUIET = "without calls the order is empty"
     CLOCK = "clock, epoch, arrivals and batch numbers never go back"
     GATE = "behind a closed gate nothing is admitted"
@@ -65,6 +67,8 @@ class Flow:
     weight: int = 0
     parked: int = 0
     owed: int = 0
+    resume: int = -1
+    """The tag from which a call that returns goes on; -1 unless nobody waits and one may return."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +111,12 @@ class Snapshot:
     owners: Mapping[str, int]
     sessions: Mapping[str, SessionRecord]
     indexes: Mapping[str, frozenset[str]]
-    """`queue`, `order`, `parked`, `owned`, `outbox` and `backlog` by member, `deadlines` as `id:milliseconds`."""
+    """`queue`, `order`, `parked`, `owned`, `outbox`, `backlog` and `places` by member, `deadlines` as
+    `id:milliseconds`."""
+    place_ends: Mapping[str, int] = field(default_factory=dict)
+    """Of the members of `places`."""
+    once: Mapping[str, str] = field(default_factory=dict)
+    """Hash of key and `Idempotency-Key` -> id of the call that has it."""
     unreadable: tuple[str, ...] = ()
     """Records that are not what the layout says, as `key field`."""
 
@@ -142,7 +151,7 @@ def violations(books: Snapshot) -> list[Violation]:
     """All that is wrong with a whole snapshot, in the order of the rules."""
     checks = (
         _unreadable, _sums, _holdings, _states, _arrivals, _owners, _digests, _indexes, _flow_counts, _line_counts,
-        _parked, _holds, _blocked_heads, _startable, _overtaken, _quiet,
+        _places, _resumptions, _once, _parked, _holds, _blocked_heads, _startable, _overtaken, _quiet,
     )  # fmt: skip
     return [violation for check in checks for violation in check(books)]
 
@@ -305,6 +314,35 @@ def _line_counts(books: Snapshot) -> Iterator[Violation]:
         )
         if line.credit and not calls:
             yield Violation(Rule.WAITING, f"{about} credit", "0 while nobody waits", line.credit)
+
+
+def _places(books: Snapshot) -> Iterator[Violation]:
+    if len(books.place_ends) > PLACES:
+        yield Violation(Rule.PLACE, "places", f"at most {PLACES}", len(books.place_ends))
+    yield from _compared(Rule.PLACE, "places", members=(set(books.place_ends), books.indexes["places"]))
+    arrivals = {call.arrival for call in books.calls.values()}
+    for member, end in books.place_ends.items():
+        arrival = int(member.rpartition(":")[2])
+        if not 0 < arrival <= books.arrivals or arrival in arrivals:
+            yield Violation(Rule.PLACE, f"place {member}", "nobody's arrival number", arrival)
+        if end > books.clock + PLACE_MS:
+            yield Violation(Rule.PLACE, f"place {member} end", f"at most {books.clock + PLACE_MS}", end)
+
+
+def _resumptions(books: Snapshot) -> Iterator[Violation]:
+    """Who returns to an empty flow goes on from a tag; that is kept as long as somebody may."""
+    left = {tuple(member.split(":")[:3]) for member in books.place_ends}
+    for name, flow in books.flows.items():
+        if flow.resume >= 0 and (flow.waiting or name not in left):
+            expected = "-1 unless nobody waits and one may return"
+            yield Violation(Rule.PLACE, f"flow {':'.join(name)} resume", expected, flow.resume)
+
+
+def _once(books: Snapshot) -> Iterator[Violation]:
+    named = [(call.once, id_) for id_, call in books.calls.items() if call.once]
+    for once, id_ in sorted({*named, *books.once.items()}):
+        if books.once.get(once) != id_ or (once, id_) not in named:
+            yield Violation(Rule.ONCE, f"once {once}", id_, books.once.get(once))
 
 
 def _parked(books: Snapshot) -> Iterator[Violation]:

@@ -1,6 +1,6 @@
 """Constants of the queue's order, shared by the specification and the Lua (a test compares them)."""
 
-LAYOUT = 2
+LAYOUT = 3
 """Number of the layout of the keys; two layouts side by side would hand the budget out twice."""
 LOOKAHEAD = 8
 """Flows of one class that a dispatch looks at before it leaves the class."""
@@ -24,6 +24,10 @@ APPOINTMENT_MAX_MS = 60_000
 """No answer sends a client away for longer, so the book of appointments does not reach further."""
 DIGEST_MODULUS = 2**48
 """The digest's sum of ids stays an exact double in Lua: 48 bits plus one id of 40."""
+PLACE_MS = 10_000
+"""How long the place of a call that left the queue is remembered."""
+PLACES = 10_000
+"""Remembered at once; the one that would end first makes room."""
 QUOTA_BUCKETS = 6
 """Rate quotas that a key may have."""
 ID_BITS = 40

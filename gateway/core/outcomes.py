@@ -25,6 +25,8 @@ class Code(StrEnum):
     MODEL_NOT_FOUND = "model_not_found"
     NOT_FOUND = "not_found"
     METHOD_NOT_ALLOWED = "method_not_allowed"
+    DUPLICATE_IN_PROGRESS = "duplicate_in_progress"
+    IDEMPOTENCY_KEY_REUSED = "idempotency_key_reused"
     BODY_TIMEOUT = "body_timeout"
     BODY_TOO_LARGE = "body_too_large"
     UNSUPPORTED_ENCODING = "unsupported_encoding"
@@ -65,8 +67,10 @@ STATUS: dict[Code, tuple[int, str]] = {
     Code.NOT_FOUND: (404, INVALID),
     Code.METHOD_NOT_ALLOWED: (405, INVALID),
     Code.BODY_TIMEOUT: (408, INVALID),
+    Code.DUPLICATE_IN_PROGRESS: (409, INVALID),
     Code.BODY_TOO_LARGE: (413, INVALID),
     Code.UNSUPPORTED_ENCODING: (415, INVALID),
+    Code.IDEMPOTENCY_KEY_REUSED: (422, INVALID),
     Code.QUOTA_EXCEEDED: (429, RATE_LIMIT),
     Code.CAPACITY_EXCEEDED: (429, RATE_LIMIT),
     Code.QUEUE_FULL: (429, RATE_LIMIT),

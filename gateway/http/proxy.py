@@ -20,10 +20,17 @@ from gateway.call import Call, Fleet, Terms
 from gateway.core import quota
 from gateway.core.events import CallEnded, Observer
 from gateway.core.headers import request_headers
+from gateway.core.identity import (
+    IDEMPOTENCY_KEY,
+    Identity,
+    hashed_idempotency_key,
+    read_idempotency_key,
+)
 from gateway.core.lifecycle import Event, Phase
 from gateway.core.outcomes import Code, Outcome, Refusal
 from gateway.core.quota import Units
 from gateway.core.request import Endpoint, GenerationRequest, parse
+from gateway.core.retries import RETRY_COUNT, RetryBudgets, read_retry_count
 from gateway.core.route import KeyLimits
 from gateway.core.urgency import DEADLINE, PRIORITY, lowered_class, read_deadline
 from gateway.flow import Flow, refusal_of, units_used, unshared_blocks_used
@@ -90,6 +97,8 @@ class EdgeSettings:
     upstream_api_key: str | None = field(repr=False)
     classes: Mapping[str, ClassTerms]
     default_class: str
+    retry_share: float
+    """Retries of a key that are queued for each of its first attempts."""
 
 
 class Calls:
@@ -213,6 +222,7 @@ class Proxy:
         self._only_fleet = next(iter(different.values())) if len(different) == 1 else None
         self._settings = settings
         self._bodies = BodyBudget(settings.bodies_bytes_max)
+        self._retries = RetryBudgets(settings.retry_share)
         self._calls = calls
         self._observer = observer
         self._jitter = jitter
@@ -223,6 +233,7 @@ class Proxy:
         """From the next call on."""
         self._settings = settings
         self._bodies.bytes_max = settings.bodies_bytes_max
+        self._retries.share = settings.retry_share
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
@@ -303,7 +314,20 @@ class Proxy:
         terms = self._terms_of(visit.key, request.priority, headers)
         if isinstance(terms, Refusal):
             return terms
-        return Call(visit.request_id, request, passed, fleet, terms, visit.began, task, visit.arrived)
+        identity = Identity(visit.key.name, request.endpoint, body)
+        call = Call(visit.request_id, request, passed, fleet, terms, visit.began, task, identity, visit.arrived)
+        return self._read_repetition(call, visit.key.name, headers) or call
+
+    def _read_repetition(self, call: Call, name: str, headers: Mapping[bytes, bytes]) -> Refusal | None:
+        """What the client says of how often it sends this call; `name` is the key's."""
+        once = read_idempotency_key(headers.get(IDEMPOTENCY_KEY))
+        if isinstance(once, Refusal):
+            return once
+        if once:
+            call.once = hashed_idempotency_key(name, once)
+        retry_count = read_retry_count(headers.get(RETRY_COUNT))
+        call.place_only = not self._retries.take(name, retry_count, int(time.monotonic() * 1000))
+        return None
 
     def _fleet_of(self, request: GenerationRequest, key: Key) -> Fleet | Refusal:
         """Without a model name the only fleet is meant, as vLLM means its only model."""

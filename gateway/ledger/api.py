@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from gateway.core.identity import Identity
 from gateway.core.outcomes import Refusal
 from gateway.core.quota import Charge, Left
 
@@ -32,6 +33,12 @@ class Admission(msgspec.Struct, frozen=True):
     """Tickets that its lane and class may hold; 0 switches the queue off."""
     queue_key_max: int
     """Tickets of these that may be its key's."""
+    identity: Identity
+    """Of the request.  The ledger takes its fingerprint when the call leaves the queue, or may have left it before."""
+    once: str = ""
+    """Hash of its key and `Idempotency-Key`, whose fingerprint is known then; '' = none."""
+    place_only: bool = False
+    """It may wait only in the place that it left before."""
     charges: tuple[Charge, ...] = ()
     """What it takes of its key's rate quotas."""
     body_bytes: int = 0

@@ -33,7 +33,7 @@ class Ask:
     """`Reservation` of the Valkey ledger.  All methods run on the event loop; results come from the channel's task."""
 
     __slots__ = (
-        "_answer", "_asked_at", "_claiming", "_ledger", "_left", "_lost", "_position", "_predicted_ms",
+        "_answer", "_asked_at", "_claiming", "_leaves", "_ledger", "_left", "_lost", "_position", "_predicted_ms",
         "_timer", "_unheard", "_used", "abandoned", "admission", "by_force", "exclude", "id", "phase",
         "prefill", "queued", "replica", "started_at",
     )  # fmt: skip
@@ -59,6 +59,8 @@ class Ask:
         self.prefill = admission.prefill
         """What it holds of a prefill budget until its first token."""
         self._claiming = False
+        self._leaves = False
+        """Its owner has left while it was waiting: its place is remembered."""
         self._left: tuple[quota.Left, ...] = ()
         self._position = 0
         self._predicted_ms: int | None = None
@@ -110,6 +112,7 @@ class Ask:
         if self.phase in (Phase.SETTLING, Phase.GONE):
             return
         self._disarm()
+        self._leaves = self._answer is None or not self._answer.done() or self._answer.cancelled()
         self._resolve(self._ledger.draining_refusal())
         used = -1 if used_blocks is None else used_blocks
         self._used = (used, -1 if cost is None else cost, list(corrections))
@@ -118,6 +121,7 @@ class Ask:
         elif self.phase is Phase.ASKED:
             self.abandoned = True
         else:
+            self._leaves = self._leaves and self.phase is not Phase.RESERVED
             self._send_settle()
         self._ledger.sharing.give_back(self.id)
 
@@ -143,16 +147,21 @@ class Ask:
         arguments = [
             "A", self.id, a.key, a.class_, a.lane, a.blocks, a.sequences, a.prefill, a.cost, self._wait_left_ms(),
             a.weight, a.blocks_max, a.requests_max, a.queue_max, a.queue_key_max, [],
-            list(self.exclude), quota.arguments(a.charges),
+            list(self.exclude), quota.arguments(a.charges), self._fingerprint(), a.once, int(a.place_only),
         ]  # fmt: skip
         self._ledger.channel.admit(arguments, partial(self._on_admit, self.id))
+
+    def _fingerprint(self) -> str:
+        """Of who has to be the only one; of others when the store has asked for it."""
+        identity = self.admission.identity
+        return identity.fingerprint() if self.admission.once else identity.known
 
     def redeclare(self, force: bool) -> None:
         a = self.admission
         self.by_force = self.by_force or force
         arguments = [
             "R", self.id, self.replica, a.key, a.class_, a.lane, a.blocks, a.sequences, self.prefill, a.cost, a.weight,
-            a.blocks_max, a.requests_max, int(self.by_force),
+            a.blocks_max, a.requests_max, int(self.by_force), self._fingerprint(), a.once,
         ]  # fmt: skip
         self._ledger.channel.move(arguments, partial(self._on_redeclare, self.id))
 
@@ -212,10 +221,10 @@ class Ask:
             self._take_answer(result)
 
     def _end_abandoned(self, result: Result) -> None:
-        if result[0] in ("grant", "ticket"):
-            self._send_settle()
-        else:
-            self.forget()
+        if result[0] not in ("grant", "ticket"):
+            return self.forget()
+        self._leaves = self._leaves and result[0] == "ticket"
+        self._send_settle()
 
     def _take_answer(self, result: Result) -> None:
         if result[0] == "grant":
@@ -225,8 +234,26 @@ class Ask:
         elif result[0] == "ticket":
             self._note_ticket(*result[1:])
             self._wait_in_queue()
+        elif result[0] == "fingerprint":
+            self._identified(self._ask_identified)
         else:
             self._refused(result)
+
+    def _ask_identified(self) -> None:
+        if self.abandoned:
+            self.forget()
+        elif self.phase in (Phase.ASKED, Phase.QUEUED):
+            self.ask_again()
+            self._ledger.wake()
+
+    def _identified(self, then: Callable[[], None]) -> None:
+        """Go on when the fingerprint is known: at once, or off the loop where the body is long."""
+        identity = self.admission.identity
+        if identity.is_quick:
+            identity.fingerprint()
+            return then()
+        made = asyncio.get_running_loop().run_in_executor(None, identity.fingerprint)
+        made.add_done_callback(lambda _: then())
 
     def _note_ticket(self, position: int, wait_ms: int, *missing_us: int) -> None:
         """Of the first one: asked again, the store only says that the call still waits."""
@@ -277,7 +304,16 @@ class Ask:
         self._disarm()
         self.phase = Phase.SETTLING
         self._ledger.settled_here(self.admission)
-        self._ledger.channel.free(["S", self.id, *self._used], self._on_settle)
+        if self._leaves:
+            self._identified(self._put_settle)
+        else:
+            self._put_settle()
+
+    def _put_settle(self) -> None:
+        if self.phase is not Phase.SETTLING:  # the store has forgotten it meanwhile
+            return
+        fingerprint = self.admission.identity.known if self._leaves else ""
+        self._ledger.channel.free(["S", self.id, *self._used, fingerprint], self._on_settle)
         self._ledger.wake()
 
     # -- waiting -------------------------------------------------------------------------------------------------

@@ -32,6 +32,9 @@ KEY_NAMES = (
     "prefixes",
     "forecast",
     "backlog",
+    "places",
+    "place_ends",
+    "once",
 )
 """Every script declares all of them, in this order; `docs/ledger.md` says what each holds."""
 

@@ -36,8 +36,10 @@ KNOWN_MAX = 1024
 PROBE_SECONDS = 0.01
 """One call in this time goes through to the store all the same."""
 SETTINGS_DIFFER = "another gateway has given this fleet other lanes or classes; ours are being sent again"
-HOPELESS = frozenset({Code.CONTEXT_LENGTH_EXCEEDED, Code.KEY_CAP_EXCEEDED})
+HOPELESS = frozenset({Code.CONTEXT_LENGTH_EXCEEDED, Code.KEY_CAP_EXCEEDED, Code.IDEMPOTENCY_KEY_REUSED})
 """Refusals that repeating the call cannot change."""
+_OF_THE_CALL = frozenset({"displaced", "place_only"})
+"""What a full queue is told as, but another call of the same key might not be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,10 +274,12 @@ class ValkeyLedger:
         message = _words(code, knob, measured, limit, admission)
         if code in HOPELESS:
             return Refusal(code, message, should_retry=False)
+        if code is Code.DUPLICATE_IN_PROGRESS:
+            return Refusal(code, message)
         retry_ms = max(retry_ms, 1)
         self._retry_hints_ms[admission.lane, admission.class_] = retry_ms
         refusal = Refusal(code, message, retry_ms=retry_ms, waited=knob == "displaced")
-        if code is Code.QUEUE_FULL and not refusal.waited:
+        if code is Code.QUEUE_FULL and knob not in _OF_THE_CALL:
             self._remember((admission.lane, admission.class_, admission.key), refusal, CACHE_SECONDS)
         return refusal
 
@@ -373,7 +377,7 @@ class ValkeyLedger:
                 self._observer(Healed(self.fleet, kind, len(found)))
 
     def _settle_unknown(self, id_: str) -> None:
-        self.channel.free(["S", id_, -1, -1, []], lambda _: self.unclaimed(id_))
+        self.channel.free(["S", id_, -1, -1, [], ""], lambda _: self.unclaimed(id_))
 
 
 def _words(code: Code, knob: str, measured: int, limit: int, admission: Admission) -> str:
@@ -386,20 +390,14 @@ def _words(code: Code, knob: str, measured: int, limit: int, admission: Admissio
             return f"the request needs {measured} KV blocks, the key's limits.blocks_max is {limit}"
         case Code.QUOTA_EXCEEDED:
             return f"the key would hold {measured}, its limits.{knob} is {limit}"
-        case Code.QUEUE_FULL if knob == "key_share":
-            return (
-                f"{measured} requests of this key wait in class {admission.class_}, its part of the queue "
-                f"(queue.key_share of queue.depth_max) is {limit}"
-            )
-        case Code.QUEUE_FULL if knob == "displaced":
-            return (
-                f"the queue of class {admission.class_} is full (queue.depth_max), and this key waits for the most "
-                "blocks: a request of another key has taken the place"
-            )
+        case Code.QUEUE_FULL:
+            return _words_of_full_queue(knob, measured, limit, admission.class_)
+        case Code.DUPLICATE_IN_PROGRESS:
+            return "this request is in progress already: one with the same Idempotency-Key waits or runs"
+        case Code.IDEMPOTENCY_KEY_REUSED:
+            return "another request with the same Idempotency-Key waits or runs, and its body is not the same"
         case Code.PREDICTED_WAIT:
             return f"the wait is expected to take {measured} ms, the request may wait {limit} ms"
-        case Code.QUEUE_FULL:
-            return f"{measured} requests wait in class {admission.class_}, queue.depth_max is {limit}"
         case Code.CAPACITY_EXCEEDED:
             return f"the request needs {measured} KV blocks, one replica has {limit} free at most, queue.depth_max is 0"
         case Code.QUEUE_TIMEOUT:
@@ -408,3 +406,24 @@ def _words(code: Code, knob: str, measured: int, limit: int, admission: Admissio
             return f"no replica of lane {admission.lane} that the request fits is up"
         case _:
             return "the store of reservations has just been started, and admission is not open yet"
+
+
+def _words_of_full_queue(knob: str, measured: int, limit: int, class_: str) -> str:
+    match knob:
+        case "key_share":
+            return (
+                f"{measured} requests of this key wait in class {class_}, its part of the queue (queue.key_share of "
+                f"queue.depth_max) is {limit}"
+            )
+        case "displaced":
+            return (
+                f"the queue of class {class_} is full (queue.depth_max), and this key waits for the most blocks: a "
+                "request of another key has taken the place"
+            )
+        case "place_only":
+            return (
+                "no place is free at once, and this key's retries have used up their part of its requests "
+                "(queue.retry_share): a retry is queued again only in the place that the same request has left"
+            )
+        case _:
+            return f"{measured} requests wait in class {class_}, queue.depth_max is {limit}"

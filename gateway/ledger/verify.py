@@ -41,9 +41,20 @@ PAUSE_SECONDS = 0.02
 """Between reads."""
 PAGE_SECONDS = 2.0
 """A store that has not answered a page by then is away."""
-_HASHES = ("replicas", "calls", "keys", "flows")
-_ZSETS = ("queue", "order", "parked", "owners", "owned", "outbox", "deadlines", "backlog")
-_INDEXES = ("queue", "order", "parked", "owned", "outbox", "backlog")
+_HASHES = ("replicas", "calls", "keys", "flows", "once")
+_ZSETS = (
+    "queue",
+    "order",
+    "parked",
+    "owners",
+    "owned",
+    "outbox",
+    "deadlines",
+    "backlog",
+    "places",
+    "place_ends",
+)
+_INDEXES = ("queue", "order", "parked", "owned", "outbox", "backlog", "places")
 
 Content = Mapping[str, Mapping[bytes, Any]]
 """By name of the key: a hash's fields with their values, a sorted set's members with their scores."""
@@ -182,6 +193,8 @@ def snapshot_of(content: Content) -> Snapshot:
         owners=_scores(content["owners"]),
         sessions=reader.table("sessions", "session", SessionRecord),
         indexes=_indexes(content),
+        place_ends=_scores(content["place_ends"]),
+        once={name: row.id for name, row in reader.table("once", "once", _Once).items()},
         unreadable=tuple(reader.unreadable),
     )
 
@@ -232,6 +245,11 @@ class _Lane:
     blocked: str
     book: int
     since: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Once:
+    id: str
 
 
 def _record(kind: str, name: str, packed: bytes, type_: type[T]) -> T:

@@ -6,8 +6,13 @@
 --- @include "lib/appointments"
 --- @include "lib/queue"
 --- @include "lib/quotas"
+--- @include "lib/places"
+--- @include "lib/once"
 -- A id key class lane blocks sequences prefill cost wait_ms weight blocks_max requests_max queue_max
--- queue_key_max prefer exclude charge: admit.  grant replica missing_us... | ticket position wait_ms missing_us... |
+-- queue_key_max prefer exclude charge fingerprint once place_only: admit.  fingerprint: of key, route and body, '' until
+-- it is asked for.  once: hash of key and `Idempotency-Key`, always with a fingerprint, '' = none.  place_only: 1 = it
+-- may wait only in a place that was left.
+-- grant replica missing_us... | ticket position wait_ms missing_us... | fingerprint: ask again with it |
 -- refused code knob measured limit retry_ms
 
 -- Whether some replica that is up is large enough.
@@ -51,14 +56,21 @@ local function number(call)
   call.arrival = books.meta.arrivals
 end
 
-local function enqueue(id, call)
-  number(call)
+-- Into the place that was left, or behind all others of its flow.  The wait that is expected.
+local function enqueue(id, call, place)
   books.owned[call.owner .. ':' .. id] = true
+  if place then
+    places.take(id, call, place)
+    return -1
+  end
+  local wait = appointments.expected_wait(call)
+  number(call)
   queue.join(id, call)
+  return wait
 end
 
 function admit.check(op)
-  check.length(op, 18)
+  check.length(op, 21)
   check.id(op)
   check.names(op, 3, 5)
   check.integers(op, 6, 7, 1) -- blocks, sequences
@@ -69,10 +81,12 @@ function admit.check(op)
   check.name_list(op, 16)
   check.name_list(op, 17)
   check.charge(op, 18)
+  check.hashes(op, 19, 20) -- fingerprint, once
+  check.integers(op, 21, 21, 0) -- place_only
 end
 
 function admit.run(owner, id, key, class, lane, blocks, sequences, prefill, cost, wait_ms, weight, blocks_max,
-                   requests_max, queue_max, queue_key_max, prefer, exclude, charge)
+                   requests_max, queue_max, queue_key_max, prefer, exclude, charge, fingerprint, named, place_only)
   if owners.foreign(owner, id) then return {'refused', 'id', '', 0, 0, 0} end
   if rows.fetch(records.calls, id) then return claim.run(owner, id) end
   if not books.config.pools[lane] or not books.config.shares[class] then
@@ -80,9 +94,12 @@ function admit.run(owner, id, key, class, lane, blocks, sequences, prefill, cost
   end
   local call = {state = 'none', owner = owner, replica = '', key = key, class = class, lane = lane, blocks = blocks,
     sequences = sequences, prefill = prefill, prefilling = 0, cost = cost, deadline = books.meta.clock + wait_ms,
-    arrival = 0, passed = 0, attempt = 0, charged = 0, exclude = exclude, prefer = prefer, charge = {}}
+    arrival = 0, passed = 0, attempt = 0, charged = 0, exclude = exclude, prefer = prefer, charge = {},
+    once = named, fingerprint = named ~= '' and fingerprint or ''}
+  local refusal = once.refuse(call)
+  if refusal then return refusal end
   flows.set_policy(key, weight, blocks_max, requests_max)
-  local refusal = refuse_outright(call) or quotas.refuse(key, charge)
+  refusal = refuse_outright(call) or quotas.refuse(key, charge)
   if refusal then return refusal end
   dispatch.run()
   local replica = at_once(id, call)
@@ -90,11 +107,15 @@ function admit.run(owner, id, key, class, lane, blocks, sequences, prefill, cost
     number(call)
     reserve.pay(call)
     reserve.take(id, call, replica, 'reserved')
+    once.claim(id, call)
     return quotas.pay(call, charge, {'grant', replica.name})
   end
-  refusal = refusals.to_queue(call, queue_max, queue_key_max, wait_ms)
+  if fingerprint == '' and queue_max > 0 and places.any(flows.name_of(call)) then return {'fingerprint'} end
+  local place = places.first(call, fingerprint)
+  refusal = refusals.to_queue(call, {queue_max = queue_max, queue_key_max = queue_key_max, wait_ms = wait_ms,
+    returns = place ~= nil, place_only = place_only == 1})
   if refusal then return refusal end
-  local wait = appointments.expected_wait(call)
-  enqueue(id, call)
+  local wait = enqueue(id, call, place)
+  once.claim(id, call)
   return quotas.pay(call, charge, {'ticket', flows.line(lane, class).waiting, wait})
 end

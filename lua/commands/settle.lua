@@ -2,22 +2,24 @@
 --- @include "lib/check"
 --- @include "lib/queue"
 --- @include "lib/quotas"
--- S id used cost corrections: give back from any state.  used: blocks really used, cost: block-seconds really held, -1 =
+-- S id used cost corrections fingerprint: give back from any state.  used: blocks really used, cost: block-seconds really held, -1 =
 -- unknown.  corrections, of a call that ran: bucket of a rate quota, microseconds charged too little (negative: too much).
+-- fingerprint: the place of a call that still waits is remembered under it, '' = it is not.
 -- withdrawn | released | settled | gone
 
 function settle.check(op)
-  check.length(op, 5)
+  check.length(op, 6)
   check.id(op)
   check.integers(op, 3, 4, -1)
   check.corrections(op, 5)
+  check.hashes(op, 6, 6)
 end
 
-function settle.run(owner, id, _, cost, corrections)
+function settle.run(owner, id, _, cost, corrections, fingerprint)
   local call = owners.mine(owner, id)
   if not call then return {'gone'} end
   if call.state == 'queued' then
-    queue.withdraw(id, call)
+    queue.withdraw(id, call, fingerprint)
     return {'withdrawn'}
   end
   if call.state == 'displaced' then

@@ -3,7 +3,7 @@
 --- @include "lib/zsets"
 --- @include "lib/fronts"
 -- The content of one fleet's keys while a script runs, and the ledger clock.
-local LAYOUT, WORK = 2, 64
+local LAYOUT, WORK = 3, 64
 
 local meta_key -- of the fleet
 local pools -- name -> rows of its replicas
@@ -26,6 +26,7 @@ function books.begin(keys)
   books.work = WORK -- units left of what one script does: a grant, parking, hold or expiry is one
   books.waiting = 0 -- calls in the queue, of all lanes
   books.parked = nil -- flows that are parked, at most, where it is known
+  books.places = 0 -- remembered
   books.replayed = false -- this batch was executed before
   books.owned, books.outbox, books.backlog, books.deadlines = {}, {}, {}, {} -- to write in these zsets
   books.wakes = {} -- owners with new grants
@@ -166,6 +167,7 @@ function books.open(packed_config, now)
   meta.wall = now
   read_replicas()
   books.waiting = redis.call('ZCARD', zsets.QUEUE)
+  books.places = redis.call('ZCARD', zsets.PLACES)
   run = run or own_run()
   if run ~= meta.run then new_epoch() end
 end
@@ -209,6 +211,7 @@ function books.write(wake_prefix)
   rows.write(records.flows)
   rows.write(records.keys)
   rows.write(records.sessions)
+  rows.write(records.once)
   zsets.write(zsets.OWNED, books.owned)
   zsets.write(zsets.OUTBOX, books.outbox)
   zsets.write(zsets.DEADLINES, books.deadlines)

@@ -31,6 +31,14 @@ function check.integers(op, first, last, least)
   end
 end
 
+-- 8 bytes in hexadecimal, or ''.
+function check.hashes(op, first, last)
+  for i = first, last do
+    local hash = op[i]
+    if hash ~= '' and (#hash ~= 16 or string.find(hash, '[^0-9a-f]')) then refuse(i, 'a hash') end
+  end
+end
+
 function check.name_list(op, i)
   if type(op[i]) ~= 'table' then refuse(i, 'a list') end
   check.names(op[i], 1, #op[i])

@@ -1,5 +1,6 @@
 --- @include "lib/books"
 --- @include "lib/queue"
+--- @include "lib/once"
 -- Flows and their tags in the fair order, and the policies of keys.
 
 function flows.name_of(call)
@@ -15,9 +16,9 @@ function flows.line(lane, class)
   return rows.fetch(records.lines, lane .. ':' .. class)
 end
 
--- A flow that nobody waits in and that is not ahead of its line says nothing.
+-- A flow that nobody waits in or returns to, and that is not ahead of its line, says nothing.
 function flows.keep_flow(name, flow, line)
-  if flow.waiting == 0 and flow.tag <= line.virtual then
+  if flow.waiting == 0 and flow.resume < 0 and flow.tag <= line.virtual then
     rows.erase(records.flows, name)
   else
     rows.store(records.flows, name, flow)
@@ -56,12 +57,18 @@ function flows.after_owed(flow, units)
   return left
 end
 
+-- What its key is charged meanwhile counts for who returns; what it gets back is not saved up.
+function flows.delay(flow, units)
+  if flow.resume >= 0 then flow.resume = flow.resume + units end
+end
+
 function flows.unpark_key(key)
   if books.waiting > 0 then queue.unpark_key(key) end
 end
 
 function flows.forget_call(id, call)
   rows.erase(records.calls, id)
+  once.forget(call)
   books.owned[call.owner .. ':' .. id] = false
 end
 

@@ -1,5 +1,6 @@
 --- @include "lib/reserve"
 --- @include "lib/queue"
+--- @include "lib/places"
 -- Leases, ticket deadlines and the gate that a new epoch closes.
 local SLICE, OUTBOX_MAX = 32, 64
 
@@ -25,15 +26,21 @@ function owners.reap()
   return false
 end
 
-function owners.expire()
+local function expire_tickets()
   if books.waiting == 0 then return false end
   zsets.write(zsets.DEADLINES, books.deadlines)
   local late = redis.call('ZRANGEBYSCORE', zsets.DEADLINES, '-inf', books.meta.clock, 'LIMIT', 0, SLICE + 1)
   for i = 1, math.min(SLICE, #late) do
     books.work = books.work - 1
-    queue.withdraw(late[i], rows.fetch(records.calls, late[i]))
+    queue.withdraw(late[i], rows.fetch(records.calls, late[i]), '')
   end
   return #late > SLICE
+end
+
+-- Tickets and remembered places whose time is over; true = some are left.
+function owners.expire()
+  local more = expire_tickets()
+  return places.expire() or more
 end
 
 local function all_declared()

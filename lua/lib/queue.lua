@@ -1,6 +1,7 @@
 --- @include "lib/flows"
 --- @include "lib/fronts"
 --- @include "lib/quotas"
+--- @include "lib/places"
 -- Tickets and parking: every index of the queue is written here and nowhere else.
 
 local function order_member(call, flow)
@@ -65,13 +66,16 @@ local function entry(call, flow, line)
   return math.min(line.virtual, flows.first_tag(call, line.virtual))
 end
 
-function queue.join(id, call)
+-- returns: in a place that was remembered.
+function queue.join(id, call, returns)
   local name = flows.name_of(call)
   local flow, line = rows.fetch(records.flows, name), flows.line(call.lane, call.class)
   call.state = 'queued'
   rows.store(records.calls, id, call)
   if flow.waiting == 0 then
-    flow.tag = entry(call, flow, line)
+    local tag = entry(call, flow, line)
+    flow.tag = returns and flow.resume >= 0 and math.min(tag, flow.resume) or tag
+    flow.resume = -1
     flow.weight = rows.fetch(records.keys, call.key).weight
     line.weights = line.weights + flow.weight
     add_to_order(call, flow)
@@ -140,6 +144,7 @@ local function end_flow(call, flow, line)
   end
   line.weights = line.weights - flow.weight
   flow.weight, flow.parked, flow.owed = 0, 0, 0
+  if places.any(flows.name_of(call)) then flow.resume = flows.standing(flow, line) end
 end
 
 -- The call stops to be queued; what it leaves behind in the order.
@@ -165,7 +170,9 @@ function queue.leave(id, call)
   books.meta.dirty = 1
 end
 
-function queue.withdraw(id, call)
+-- fingerprint: its place is remembered under it, unless it is ''.
+function queue.withdraw(id, call, fingerprint)
+  if fingerprint ~= '' then places.remember(call, fingerprint) end
   queue.leave(id, call)
   flows.forget_call(id, call)
   quotas.refund(call)

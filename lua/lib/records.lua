@@ -17,27 +17,28 @@ local kinds = {
     end,
   },
   calls = {
-    key = 3, header = '\220\0\19',
+    key = 3, header = '\220\0\21',
     read = function(_, state, owner, replica, key, class, lane, blocks, sequences, prefill, prefilling, cost,
-      deadline, arrival, passed, attempt, charged, exclude, prefer, charge)
+      deadline, arrival, passed, attempt, charged, exclude, prefer, charge, once, fingerprint)
       return {state = state, owner = owner, replica = replica, key = key, class = class, lane = lane,
         blocks = blocks, sequences = sequences, prefill = prefill, prefilling = prefilling, cost = cost,
         deadline = deadline, arrival = arrival, passed = passed, attempt = attempt, charged = charged,
-        exclude = exclude, prefer = prefer, charge = charge}
+        exclude = exclude, prefer = prefer, charge = charge, once = once, fingerprint = fingerprint}
     end,
     write = function(row)
       return row.state, row.owner, row.replica, row.key, row.class, row.lane, row.blocks, row.sequences,
         row.prefill, row.prefilling, row.cost, row.deadline, row.arrival, row.passed, row.attempt, row.charged,
-        row.exclude, row.prefer, row.charge
+        row.exclude, row.prefer, row.charge, row.once, row.fingerprint
     end,
   },
   flows = {
-    key = 6, header = '\150', blank = {0, 0, 0, 0, 0, 0},
-    read = function(_, tag, waiting, blocks, weight, parked, owed)
-      return {tag = tag, waiting = waiting, blocks = blocks, weight = weight, parked = parked, owed = owed}
+    key = 6, header = '\151', blank = {0, 0, 0, 0, 0, 0, -1},
+    read = function(_, tag, waiting, blocks, weight, parked, owed, resume)
+      return {tag = tag, waiting = waiting, blocks = blocks, weight = weight, parked = parked, owed = owed,
+        resume = resume}
     end,
     write = function(row)
-      return row.tag, row.waiting, row.blocks, row.weight, row.parked, row.owed
+      return row.tag, row.waiting, row.blocks, row.weight, row.parked, row.owed, row.resume
     end,
   },
   keys = {
@@ -57,6 +58,15 @@ local kinds = {
     end,
     write = function(row)
       return row.batch, row.told, row.declared, row.count, row.sum
+    end,
+  },
+  once = {
+    key = 19, header = '\145',
+    read = function(_, id)
+      return {id = id}
+    end,
+    write = function(row)
+      return row.id
     end,
   },
   lines = { -- one class of one lane

@@ -60,27 +60,31 @@ local function too_late(call, wait_ms)
 end
 
 -- nil = it may wait.
-local function to_open_queue(call, queue_key_max, wait_ms)
+local function to_open_queue(call, terms)
+  local wait_ms, own_max = terms.wait_ms, terms.queue_key_max
   if wait_ms <= 0 then return {'refused', 'queue_timeout', 'seconds_max', 0, wait_ms, appointments.wait_told(call)} end
   local own = rows.fetch(records.flows, flows.name_of(call)).waiting
-  if own < queue_key_max then return too_late(call, wait_ms) end
-  return {'refused', 'queue_full', 'key_share', own, queue_key_max, appointments.book(call)}
+  if own >= own_max then return {'refused', 'queue_full', 'key_share', own, own_max, appointments.book(call)} end
+  if terms.returns then return nil end
+  if terms.place_only then return {'refused', 'queue_full', 'place_only', 0, 0, appointments.book(call)} end
+  return too_late(call, wait_ms)
 end
 
 -- nil = it may wait, in the place of another key's newest call.
-local function to_full_queue(call, waiting, queue_max, queue_key_max, wait_ms)
-  local key = wait_ms > 0 and queue.crowder(call)
-  if not key then return {'refused', 'queue_full', 'depth_max', waiting, queue_max, appointments.book(call)} end
-  local refusal = to_open_queue(call, queue_key_max, wait_ms)
+local function to_full_queue(call, waiting, terms)
+  local key = terms.wait_ms > 0 and queue.crowder(call)
+  if not key then return {'refused', 'queue_full', 'depth_max', waiting, terms.queue_max, appointments.book(call)} end
+  local refusal = to_open_queue(call, terms)
   if not refusal then queue.displace(call.lane, call.class, key) end
   return refusal
 end
 
--- nil = it may wait.
-function refusals.to_queue(call, queue_max, queue_key_max, wait_ms)
+-- terms: queue_max, queue_key_max, wait_ms, returns (a place that it may take is remembered), place_only (it may wait in
+-- such a place only).  nil = it may wait.
+function refusals.to_queue(call, terms)
   local waiting, meta = flows.line(call.lane, call.class).waiting, books.meta
-  if waiting < queue_max then return to_open_queue(call, queue_key_max, wait_ms) end
-  if queue_max > 0 then return to_full_queue(call, waiting, queue_max, queue_key_max, wait_ms) end
+  if waiting < terms.queue_max then return to_open_queue(call, terms) end
+  if terms.queue_max > 0 then return to_full_queue(call, waiting, terms) end
   if meta.opens_at > 0 then return {'refused', 'store_unavailable', '', 0, 0, meta.opens_at - meta.clock} end
   if placement.capped(call) then return capped(call) end
   return {'refused', 'capacity_exceeded', 'limit', call.blocks, most_free(call), appointments.book(call)}

@@ -23,6 +23,7 @@ function reserve.pay(call)
     rows.store(records.lines, call.lane .. ':' .. call.class, line)
   end
   call.charged = books.ceil_div(call.cost * TAG_SCALE, rows.fetch(records.keys, call.key).weight)
+  flows.delay(flow, call.charged)
   flows.set_tag(call, name, flow, line, start + flows.after_owed(flow, call.charged))
 end
 
@@ -34,6 +35,7 @@ function reserve.correct(call, units)
   local tag = math.max(0, before + units)
   if units > 0 then
     tag = before + flows.after_owed(flow, units)
+    flows.delay(flow, units)
   elseif flow.waiting > 0 then
     tag = math.max(before + units, math.min(before, flows.first_tag(call, before) + 1))
     flow.owed = flow.owed + tag - before - units
@@ -130,7 +132,7 @@ end
 -- The owner is gone: what never ran is refunded, for what ran the charge stays.
 function reserve.give_back(id, call)
   books.work = books.work - 1
-  if call.state == 'queued' then return queue.withdraw(id, call) end
+  if call.state == 'queued' then return queue.withdraw(id, call, '') end
   if call.state == 'displaced' then return queue.forget_displaced(id, call) end
   reserve.release(id, call, call.state == 'unclaimed')
 end

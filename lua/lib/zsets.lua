@@ -3,6 +3,7 @@
 function zsets.open(keys)
   zsets.QUEUE, zsets.ORDER, zsets.PARKED, zsets.OWNERS = keys[4], keys[5], keys[8], keys[9]
   zsets.OWNED, zsets.OUTBOX, zsets.DEADLINES, zsets.BACKLOG = keys[11], keys[12], keys[13], keys[16]
+  zsets.PLACES, zsets.PLACE_ENDS = keys[17], keys[18]
 end
 
 -- The first members, of equal scores, that begin with prefix and a colon; limit -1 = all.

@@ -8,8 +8,10 @@ from gateway.core.invariants import Snapshot, violations
 from gateway.ledger.scripts import KEY_NAMES, fleet_keys
 from gateway.ledger.verify import Content, snapshot_of
 
-ZSETS = frozenset(("queue", "order", "parked", "owners", "owned", "outbox", "deadlines", "backlog"))
-READ = (*KEY_NAMES[:13], "backlog")
+ZSETS = frozenset(
+    ("queue", "order", "parked", "owners", "owned", "outbox", "deadlines", "backlog", "places", "place_ends")
+)
+READ = (*KEY_NAMES[:13], *KEY_NAMES[15:])
 """The keys that have a content."""
 
 

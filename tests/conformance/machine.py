@@ -132,6 +132,8 @@ class BooksMachine(RuleBasedStateMachine):
     settle = sends("settle", traffic.settles)
     clear = sends("clear", traffic.clearances)
     withdraw = sends("withdraw", traffic.withdrawals)
+    depart = sends("depart", traffic.departures)
+    come_back = sends("come_back", traffic.returns)
     touch = sends("touch", traffic.touches)
     steal = sends("steal", traffic.thefts)
     mix = sends("mix", traffic.mixtures)

@@ -32,7 +32,29 @@ class Queue:
 
     def admit(self, key: str, blocks: int) -> Op:
         id_ = f"{next(self._ids):010x}"
-        return ["A", id_, key, "normal", "a", blocks, 1, 0, blocks, 60_000, 1, -1, -1, 4, 2, [], [], []]
+        return [
+            "A",
+            id_,
+            key,
+            "normal",
+            "a",
+            blocks,
+            1,
+            0,
+            blocks,
+            60_000,
+            1,
+            -1,
+            -1,
+            4,
+            2,
+            [],
+            [],
+            [],
+            "",
+            "",
+            0,
+        ]
 
     def state(self, call: Op) -> str:
         return self.twin.books.calls[call[1]].state
@@ -56,11 +78,11 @@ def test_a_call_for_which_a_replica_is_emptied_makes_room_for_nobody(
             break
         running.append(queue.admit(f"passing-{passing}", SMALL))
         queue.step(running[-1])
-        queue.step(["S", running.pop(0)[1], -1, -1, []])
+        queue.step(["S", running.pop(0)[1], -1, -1, [], ""])
     assert queue.held_for == large[1]
     answers = [queue.step(queue.admit(f"late-{i}", SMALL))[0] for i in range(4)]
     assert [answer[0] for answer in answers] == ["ticket", "ticket", "ticket", "refused"]
     assert queue.state(large) == "queued"
     for call in running:
-        queue.step(["S", call[1], -1, -1, []])
+        queue.step(["S", call[1], -1, -1, [], ""])
     assert queue.state(large) == "unclaimed"

@@ -40,7 +40,7 @@ class Lane:
     def admit(self, blocks: int, key: str, wait_ms: int = 60_000, requests_max: int = -1) -> Op:
         id_ = f"{next(self._ids):010x}"
         limits = [1, -1, requests_max, 50, 25]
-        return ["A", id_, key, "normal", "a", blocks, 1, 0, 1, wait_ms, *limits, [], [], []]
+        return ["A", id_, key, "normal", "a", blocks, 1, 0, 1, wait_ms, *limits, [], [], [], "", "", 0]
 
     def drain_slowly(self, blocks: int, key: str) -> None:
         """Calls come and go now and then, for longer than the drain is measured over."""
@@ -49,7 +49,7 @@ class Lane:
             results, granted = self.step(call)
             assert results[0][0] == "grant" or call[1] in granted
             self.wait(2 * PAUSE_MS)
-            self.step(["S", call[1], -1, -1, []])
+            self.step(["S", call[1], -1, -1, [], ""])
             self.wait(2 * PAUSE_MS)
 
 
@@ -75,7 +75,7 @@ def test_calls_that_wait_for_their_own_keys_cap_do_not_tell_what_the_replicas_ca
     lane.step(first, *rest)
     lane.wait(DRAIN_WINDOW_MS // 2)
     for call in [first, *rest][:6]:
-        lane.step(["S", call[1], -1, -1, []])
+        lane.step(["S", call[1], -1, -1, [], ""])
         lane.wait(4 * PAUSE_MS)
     whole = lane.admit(BLOCKS, "k1", wait_ms=10_000)
     results, _ = lane.step(whole)

@@ -15,7 +15,29 @@ CALL = "00000000aa"
 
 def admit(id_: str, cost_us: int, queue_max: int = 0) -> Op:
     charge = [TOKENS, cost_us, MINUTE_US]
-    return ["A", id_, "k", "normal", "a", 1, 1, 0, 1, 5000, 1, -1, -1, queue_max, queue_max, [], [], charge]
+    return [
+        "A",
+        id_,
+        "k",
+        "normal",
+        "a",
+        1,
+        1,
+        0,
+        1,
+        5000,
+        1,
+        -1,
+        -1,
+        queue_max,
+        queue_max,
+        [],
+        [],
+        charge,
+        "",
+        "",
+        0,
+    ]
 
 
 @pytest.fixture
@@ -32,6 +54,6 @@ def twin(store_client: "redis.Redis[bytes]") -> Twin:
 def test_what_was_used_above_the_charge_is_waited_for_and_told(twin: Twin) -> None:
     """What is left is negative by then: a client is told when the bucket is really full."""
     twin.step(NOW_MS, OWNER, 3, [admit(CALL, MINUTE_US)])
-    twin.step(NOW_MS, OWNER, 4, [["S", CALL, -1, -1, [TOKENS, 2 * MINUTE_US]]])
+    twin.step(NOW_MS, OWNER, 4, [["S", CALL, -1, -1, [TOKENS, 2 * MINUTE_US], ""]])
     refused = twin.step(NOW_MS, OWNER, 5, [admit("00000000ab", MINUTE_US // 2)])[5][0]
     assert refused == ["refused", "quota_exceeded", "quota", TOKENS, -2 * MINUTE_US, 150_000]

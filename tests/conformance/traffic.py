@@ -113,9 +113,10 @@ def policies(limit: int) -> st.SearchStrategy[Policy]:
 
 
 def ends(world: World) -> list[int]:
-    """Milliseconds until the next ends of leases and deadlines, and of the time that the gate is closed."""
+    """Milliseconds until the next ends of leases, deadlines and remembered places, and of the closed gate."""
     books = world.books
-    times = {*books.owners.values(), *(c.deadline for c in world.calls(None, "queued")), books.opens_at}
+    deadlines, places = (c.deadline for c in world.calls(None, "queued")), (p.end for p in books.places)
+    times = {*books.owners.values(), *deadlines, *places, books.opens_at}
     return sorted(t - books.clock for t in times if books.clock < t <= books.clock + REACH_MS)[:3]
 
 
@@ -176,6 +177,17 @@ CHARGES: tuple[list[int], ...] = (
 """Rate quotas of a few seconds: bucket, what the call takes, what it holds."""
 
 
+FINGERPRINTS = ("0123456789abcdef", "00000000000000ff")
+LIKENESS: tuple[tuple[str, str], ...] = (
+    *((fingerprint, "") for fingerprint in ("", "", "", *FINGERPRINTS, *FINGERPRINTS)),
+    (FINGERPRINTS[0], "a" * 16),
+    (FINGERPRINTS[1], "a" * 16),
+    (FINGERPRINTS[0], "b" * 16),
+)
+"""Fingerprint, and hash of the `Idempotency-Key` where there is one."""
+PLACE_ONLY = (0, 0, 0, 1)
+
+
 @st.composite
 def admits(draw: DrawFn, world: World) -> Op:
     key = draw(st.sampled_from(sorted(world.policies)))
@@ -186,7 +198,8 @@ def admits(draw: DrawFn, world: World) -> Op:
     prefer, exclude = draw(st.sampled_from(PLACES))
     seconds, wait, depth = draw(st.sampled_from(PATIENCE))
     return ["A", world.new_id(), key, class_, lane, blocks, sequences, prefill, blocks * seconds, wait,
-            *world.policies[key], *depth, prefer, exclude, draw(st.sampled_from(CHARGES))]  # fmt: skip
+            *world.policies[key], *depth, prefer, exclude, draw(st.sampled_from(CHARGES)),
+            *draw(st.sampled_from(LIKENESS)), draw(st.sampled_from(PLACE_ONLY))]  # fmt: skip
 
 
 # -- batches ---------------------------------------------------------------------------------------------------------
@@ -206,8 +219,9 @@ def rushes(draw: DrawFn, world: World, owner: str) -> list[Op]:
 def floods(draw: DrawFn, world: World, owner: str) -> list[Op]:
     """More equal calls than one script grants, expires or reaps; nothing but room is in their way."""
     _, _, *rest = draw(admits(world))
-    *rest, _, _, prefer, exclude, _ = _with_blocks(rest, 1)
-    return [["A", world.new_id(), *rest, 100, 100, prefer, exclude, []] for _ in range(WORK + 2)]
+    *rest, _, _, prefer, exclude, _, fingerprint, _, _ = _with_blocks(rest, 1)
+    terms = [100, 100, prefer, exclude, [], fingerprint, "", 0]
+    return [["A", world.new_id(), *rest, *terms] for _ in range(WORK + 2)]
 
 
 @st.composite
@@ -252,12 +266,37 @@ def settles(draw: DrawFn, world: World, owner: str) -> list[Op]:
 
 def clearances(world: World, owner: str) -> st.SearchStrategy[list[Op]]:
     """Everything that runs is given back at once: much is granted in one dispatch."""
-    return st.just([["S", c.id, -1, -1, []] for c in world.calls(owner, "reserved", "unclaimed")])
+    return st.just([["S", c.id, -1, -1, [], ""] for c in world.calls(owner, "reserved", "unclaimed")])
 
 
 @st.composite
 def withdrawals(draw: DrawFn, world: World, owner: str) -> list[Op]:
-    return [["S", c.id, -1, -1, []] for c in _some(draw, world.calls(owner, "queued", "displaced"))]
+    """With their places remembered, or not."""
+    left = st.sampled_from(("", *FINGERPRINTS))
+    return [
+        ["S", c.id, -1, -1, [], draw(left)] for c in _some(draw, world.calls(owner, "queued", "displaced"))
+    ]
+
+
+@st.composite
+def departures(draw: DrawFn, world: World, owner: str) -> list[Op]:
+    """Everybody leaves the queue, and every place is remembered under one fingerprint: more than one script forgets."""
+    fingerprint = draw(st.sampled_from(FINGERPRINTS))
+    return [["S", c.id, -1, -1, [], fingerprint] for c in world.calls(owner, "queued")]
+
+
+@st.composite
+def returns(draw: DrawFn, world: World, owner: str) -> list[Op]:
+    """Calls that would take a place that was left, with room in the queue; a newcomer may be among them."""
+    found = []
+    for place in _some(draw, world.books.places):
+        op = draw(admits(world))
+        blocks = draw(st.sampled_from(sizes(world, place.key)))
+        op[2:6] = place.key, place.class_, place.lane, blocks
+        op[9], op[13], op[14], op[17] = 10**6, 100, 100, []
+        op[18:20] = draw(st.sampled_from((place.fingerprint, place.fingerprint, ""))), ""
+        found.append(op)
+    return found
 
 
 @st.composite
@@ -291,7 +330,7 @@ def declarations(draw: DrawFn, world: World, owner: str) -> list[Op]:
     key = draw(st.sampled_from(sorted(world.policies)))
     lane, blocks = draw(st.sampled_from("abbac")), draw(st.sampled_from(sizes(world, key)))
     return [["R", id_, f"r{draw(st.integers(0, 4))}", key, "normal", lane, blocks, 1, draw(st.sampled_from((0, 5))), 7,
-             *world.policies[key], draw(st.sampled_from((0, 1)))]]  # fmt: skip
+             *world.policies[key], draw(st.sampled_from((0, 1))), *draw(st.sampled_from(LIKENESS))]]  # fmt: skip
 
 
 @st.composite
@@ -305,11 +344,13 @@ def heartbeats(draw: DrawFn, world: World, owner: str) -> list[Op]:
 MALFORMED: tuple[Op, ...] = (
     ["X"],
     ["S", "00000000aa"],
-    ["S", "short", 1, 1, []],
-    ["S", "00000000aa", 1, 1, [6, 1]],
-    ["S", "00000000aa", 1, 1, [0]],
-    ["A", "00000000ba", "k0", "normal", "a", 1, 1, 0, 1, 9, 1, -1, -1, 9, 9, [], [], [0, 1]],
-    ["A", "00000000ba", "k0", "normal", "a", 1, 1, 0, 1, 9, 1, -1, -1, 9, 9, [], [], [0, -1, 5]],
+    ["S", "short", 1, 1, [], ""],
+    ["S", "00000000aa", 1, 1, [6, 1], ""],
+    ["S", "00000000aa", 1, 1, [0], ""],
+    ["S", "00000000aa", 1, 1, [], "0123"],
+    ["S", "00000000aa", 1, 1, [], "0123456789abcde:"],
+    ["A", "00000000ba", "k0", "normal", "a", 1, 1, 0, 1, 9, 1, -1, -1, 9, 9, [], [], [0, 1], "", "", 0],
+    ["A", "00000000ba", "k0", "normal", "a", 1, 1, 0, 1, 9, 1, -1, -1, 9, 9, [], [], [0, -1, 5], "", "", 0],
     ["Z", "00000000aa", 0],
     ["Z", "00000000aa", 1.5],
     ["H", 2**53, 0],
@@ -325,7 +366,7 @@ def settle(draw: DrawFn, call: Call) -> Op:
     corrections = draw(
         st.sampled_from(([], [], [0, -1_000_000], [0, 2_500_000, 5, -1], [call_bucket(call), 7]))
     )
-    return ["S", call.id, used, cost, corrections]
+    return ["S", call.id, used, cost, corrections, draw(st.sampled_from(("", FINGERPRINTS[0])))]
 
 
 def call_bucket(call: Call) -> int:

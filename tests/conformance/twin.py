@@ -116,7 +116,7 @@ def lua_content(content: Content) -> dict[str, Any]:
     flows = {
         name: row
         for name, row in _hash(content, "flows").items()
-        if row["waiting"] or row["tag"] > virtual.get(name.rsplit(":", 1)[0], 0)
+        if row["waiting"] or row["resume"] >= 0 or row["tag"] > virtual.get(name.rsplit(":", 1)[0], 0)
     }
     scalars = ("epoch", "policy", "clock", "wall", "skipped", "opens_after", "opens_at", "arrivals", "dirty")
     return {
@@ -131,9 +131,10 @@ def lua_content(content: Content) -> dict[str, Any]:
         "sessions": _hash(content, "sessions"),
         **{
             name: sorted(map(_text, content[name]))
-            for name in ("queue", "order", "parked", "owned", "outbox", "backlog")
+            for name in ("queue", "order", "parked", "owned", "outbox", "backlog", "places")
         },
-        **{name: _scores(content, name) for name in ("owners", "deadlines")},
+        **{name: _scores(content, name) for name in ("owners", "deadlines", "place_ends")},
+        "once": {_text(k): decode_record("once", v)["id"] for k, v in content["once"].items()},
     }
 
 
@@ -153,12 +154,13 @@ def _text(value: Any) -> str:
 def spec_content(books: Books) -> dict[str, Any]:
     """The content of the Lua's keys, derived from the specification by scanning."""
     queued = [c for c in books.calls.values() if c.state == "queued"]
-    flow_names = {(c.lane, c.class_, c.key) for c in queued} | set(books.tags)
+    flow_names = {(c.lane, c.class_, c.key) for c in queued} | set(books.tags) | set(books.resume)
     flows: dict[str, Any] = {}
     for flow in flow_names:
         waiting = [c for c in queued if (c.lane, c.class_, c.key) == flow]
         tag = books.tags.get(flow, 0)
-        if waiting or tag > books.virtual.get(flow[:2], 0):
+        resume = books.resume.get(flow, -1)
+        if waiting or resume >= 0 or tag > books.virtual.get(flow[:2], 0):
             flows[":".join(flow)] = {
                 "tag": tag,
                 "waiting": len(waiting),
@@ -166,6 +168,7 @@ def spec_content(books: Books) -> dict[str, Any]:
                 "weight": books.weights.get(flow, 0),
                 "parked": int(flow in books.parked),
                 "owed": books.owed.get(flow, 0),
+                "resume": resume,
             }
     lines = {}
     for lane_class in {f[:2] for f in flow_names} | set(books.virtual) | set(books.credit):
@@ -224,6 +227,9 @@ def spec_content(books: Books) -> dict[str, Any]:
             for lane, class_, key in {_flow(c) for c in queued}
         ),
         "deadlines": {c.id: c.deadline for c in queued},
+        "places": sorted(place.member for place in books.places),
+        "place_ends": {place.member: place.end for place in books.places},
+        "once": {c.once: c.id for c in books.calls.values() if c.once},
     }
 
 

@@ -46,7 +46,7 @@ async def call_too_many(scene: Scene) -> None:
     call = next(iter(scene.books().calls.values()))
     admit = [
         "A", FOREIGN_ID, call.key, call.class_, call.lane, call.blocks, 1, 0, call.cost, 1000, 1, -1, -1, 9, 9,
-        [], [], [],
+        [], [], [], "", "", 0,
     ]  # fmt: skip
     scene.strike()
     ((answer, _),) = plant(scene, call.owner, admit)
@@ -60,5 +60,5 @@ async def call_too_many(scene: Scene) -> None:
 async def call_missing(scene: Scene) -> None:
     call = next(iter(scene.books().calls.values()))
     scene.strike()
-    assert plant(scene, call.owner, ["S", call.id, -1, -1, []]) == [["settled"]]
+    assert plant(scene, call.owner, ["S", call.id, -1, -1, [], ""]) == [["settled"]]
     await healed(scene, redeclared=1)

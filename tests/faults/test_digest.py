@@ -80,7 +80,7 @@ async def test_a_settle_that_was_lost(path: str, count: int) -> None:
 async def test_an_admit_that_was_lost(path: str, count: int) -> None:
     async with live(path, count) as (w, m, asks, owner):
         beats = Beats(m)
-        assert step(w, owner, ["S", asks[-1].id, -1, -1, []]) == [["settled"]]
+        assert step(w, owner, ["S", asks[-1].id, -1, -1, [], ""]) == [["settled"]]
         await healed(m, beats, redeclared=1)
         assert w.states() == {ask.id: "reserved" for ask in asks}
         assert m.lost == []
@@ -89,7 +89,7 @@ async def test_an_admit_that_was_lost(path: str, count: int) -> None:
 async def test_several_at_once_among_thousands(path: str) -> None:
     async with live(path, LIVE) as (w, m, asks, owner):
         beats = Beats(m)
-        lost = [["S", ask.id, -1, -1, []] for ask in asks[:30]]
+        lost = [["S", ask.id, -1, -1, [], ""] for ask in asks[:30]]
         foreign = [[*FOREIGN[:1], f"{number:010x}", *FOREIGN[2:]] for number in range(30)]
         step(w, owner, *lost, *foreign)
         await healed(m, beats, settled=30, redeclared=30)

@@ -319,7 +319,7 @@ def step(w, owner, *ops):
     return decode_step(reply)[5]
 
 
-FOREIGN = ["A", "00000000aa", "k", "normal", "a", 7, 1, 0, 7, 5000, 1, -1, -1, 9, 9, [], [], []]
+FOREIGN = ["A", "00000000aa", "k", "normal", "a", 7, 1, 0, 7, 5000, 1, -1, -1, 9, 9, [], [], [], "", "", 0]
 
 
 @pytest.mark.parametrize("busy", [False, True])
@@ -332,7 +332,7 @@ async def test_a_difference_is_found_and_mended(path, busy, monkeypatch):
         traffic = [asyncio.create_task(come_and_go(m, i / 1000)) for i in range(10 if busy else 0)]
         proxy.reply_seconds = 0.005
         owner = w.calls()[asks[0].id]["owner"]
-        assert step(w, owner, ["S", asks[0].id, -1, -1, []], FOREIGN) == [["settled"], ["grant", "r0"]]
+        assert step(w, owner, ["S", asks[0].id, -1, -1, [], ""], FOREIGN) == [["settled"], ["grant", "r0"]]
         await eventually(lambda: m.healed() == {"settled": 1, "redeclared": 1})
         for task in traffic:
             task.cancel()

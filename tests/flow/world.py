@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -10,6 +11,7 @@ import redis
 
 from gateway.call import Fleet
 from gateway.core.events import CallEnded, Event
+from gateway.core.identity import Identity
 from gateway.core.outcomes import Outcome
 from gateway.core.prompt import Text, literal_text
 from gateway.flow import Flow
@@ -141,6 +143,7 @@ def admission(blocks: int, key: str = "holder") -> Admission:
     return Admission(
         key=key, class_="normal", lane="short", blocks=blocks, sequences=1, prefill=0, cost=1, wait_ms=20_000,
         weight=1, blocks_max=-1, requests_max=-1, queue_max=100, queue_key_max=100,
+        identity=Identity(key, "", secrets.token_bytes(8)),
     )  # fmt: skip
 
 
@@ -250,6 +253,7 @@ def _settings(wait_ms: int, queue_max: int) -> EdgeSettings:
         upstream_api_key=None,
         classes={"normal": ClassTerms(wait_ms, queue_max, queue_max)},
         default_class="normal",
+        retry_share=0.2,
     )
 
 

@@ -12,6 +12,7 @@ import redis
 
 from gateway.core.books import FleetConfig, ReplicaConfig
 from gateway.core.events import Event, Healed
+from gateway.core.identity import Identity
 from gateway.ledger.api import Admission, Grant
 from gateway.ledger.embedded import EmbeddedStore
 from gateway.ledger.records import decode_record
@@ -50,7 +51,7 @@ def demand(blocks: int = 10, **changes: Any) -> Admission:
     values: dict[str, Any] = {
         "key": "k", "class_": "normal", "lane": "a", "blocks": blocks, "sequences": 1, "prefill": 0, "cost": blocks,
         "wait_ms": 5000, "weight": 1, "blocks_max": -1, "requests_max": -1, "queue_max": 1000,
-        "queue_key_max": 1000,
+        "queue_key_max": 1000, "identity": Identity("k", "/v1/completions", b"%d" % next(_numbers)),
     }  # fmt: skip
     return Admission(**{**values, **changes})
 

@@ -39,6 +39,8 @@ def constant(name: str) -> int:
         ("DRAIN_WINDOW_MS", order.DRAIN_WINDOW_MS),
         ("DRAIN_SETTLING_MS", order.DRAIN_SETTLING_MS),
         ("FIRST_APPOINTMENT_MS", order.FIRST_APPOINTMENT_MS),
+        ("PLACE_MS", order.PLACE_MS),
+        ("PLACES", order.PLACES),
     ],
 )
 def test_constants_are_the_specifications(lua: str, python: int) -> None:
@@ -53,6 +55,7 @@ KINDS = {
     "session": "sessions",
     "line": "lines",
     "lane": "lanes",
+    "once": "once",
     "drain": "drains",
 }
 """Python's name of a record and Lua's of all of its kind."""
@@ -160,5 +163,5 @@ def test_a_missing_fragment_is_an_error(tmp_path: Path) -> None:
 def test_all_keys_of_a_fleet_share_a_hash_tag() -> None:
     keys = fleet_keys("llama-70b")
     assert keys[0] == "{kvgate:llama-70b}:meta"
-    assert len(keys) == len(KEY_NAMES) == 16
+    assert len(keys) == len(KEY_NAMES) == 19
     assert {key.split("}")[0] for key in keys} == {"{kvgate:llama-70b"}

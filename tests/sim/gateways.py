@@ -253,4 +253,5 @@ def _settings(queue_max: int) -> EdgeSettings:
         upstream_api_key=None,
         classes={name: ClassTerms(wait_ms, queue_max, queue_max) for name, wait_ms in WAIT_MS.items()},
         default_class="normal",
+        retry_share=0.2,
     )

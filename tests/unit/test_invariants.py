@@ -64,8 +64,18 @@ def indexes(**changes: set[str]) -> dict[str, frozenset[str]]:
         "outbox": {f"o0:{GRANTED}"},
         "deadlines": {f"{WAITING}:9000"},
         "backlog": {"a:normal:000000000010:k"},
+        "places": set(),
     }
     return {name: frozenset(members) for name, members in {**found, **changes}.items()}
+
+
+PLACE = "a:normal:k:0123456789abcdef:000000000004"
+
+
+def left(places: dict[str, int] | None = None, **changes: Any) -> Snapshot:
+    """A second call of the flow has left the queue."""
+    ends = {PLACE: 9000} if places is None else places
+    return books(**{"arrivals": 4, "place_ends": ends, "indexes": indexes(places=set(ends)), **changes})
 
 
 def with_call(id_: str, **changes: Any) -> Snapshot:
@@ -96,7 +106,17 @@ def rules(found: Snapshot) -> set[Rule]:
     return {violation.rule for violation in violations(found)}
 
 
-@pytest.mark.parametrize("whole", [books(), empty(), parked(blocks_max=20), books(dirty=True)])
+@pytest.mark.parametrize(
+    "whole",
+    [
+        books(),
+        empty(),
+        parked(blocks_max=20),
+        books(dirty=True),
+        left(),
+        replace(with_call(WAITING, once="e5"), once={"e5": WAITING}),
+    ],
+)
 def test_books_that_hold(whole: Snapshot) -> None:
     assert violations(whole) == []
 
@@ -137,6 +157,16 @@ CORRUPTIONS: list[tuple[Rule, str, Callable[[], Snapshot]]] = [
     (Rule.BLOCKED, "lane b", lambda: books(blocked={"b": WAITING})),
     (Rule.DISPATCH, f"call {WAITING}", lambda: books(replicas={"r0": replica(limit=25)})),
     (Rule.OVERTAKING, f"lane a call {WAITING}", lambda: with_call(WAITING, passed=36)),
+    (Rule.PLACE, "places members", lambda: left(indexes=indexes(places=set()))),
+    (Rule.PLACE, f"place {PLACE}", lambda: left(arrivals=3)),
+    (Rule.PLACE, f"place {PLACE}", lambda: left(calls={**books().calls, "dd": call("dd", "queued", 10, 4)})),
+    (Rule.PLACE, f"place {PLACE} end", lambda: left({PLACE: 15_001})),
+    (Rule.PLACE, "places", lambda: left({f"{PLACE[:-5]}{i:05d}": 9000 for i in range(10_001)})),
+    (Rule.PLACE, "flow a:normal:k resume", lambda: left(flows={("a", "normal", "k"): Flow(7, 1, 10, 1, 0, 0, 7)})),
+    (Rule.PLACE, "flow b:normal:k resume", lambda: left(flows={**books().flows, ("b", "normal", "k"): Flow(resume=7)})),
+    (Rule.ONCE, "once e5", lambda: with_call(WAITING, once="e5")),
+    (Rule.ONCE, "once e5", lambda: books(once={"e5": WAITING})),
+    (Rule.ONCE, "once e5", lambda: replace(with_call(WAITING, once="e5"), once={"e5": RUNNING})),
     (Rule.QUIET, "flow a:normal:k", lambda: empty(flows={("a", "normal", "k"): Flow(tag=9)})),
     (Rule.QUIET, "class a:normal virtual", lambda: empty(lines={("a", "normal"): Line(virtual=9)})),
 ]  # fmt: skip

@@ -168,6 +168,7 @@ def stream(cycle: type[Cycle] = Cycle, version: str = "1.1", drop_usage: bool = 
         terms=cast(Any, SimpleNamespace(class_="normal")),
         started=0.0,
         task=cast(Any, None),
+        identity=cast(Any, None),
         phase=Phase.CONNECTING,
     )
     told: list[Event] = []

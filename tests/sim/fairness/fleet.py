@@ -98,7 +98,7 @@ class Fleet:
     def _settle(self, id_: str) -> Op:
         call = self.running.pop(id_)
         self.drained_blocks += call.blocks
-        return ["S", id_, call.blocks, held_cost(call.blocks, call.hold_ms / 1_000), []]
+        return ["S", id_, call.blocks, held_cost(call.blocks, call.hold_ms / 1_000), [], ""]
 
     def _step(self, ops: list[Op]) -> None:
         reply = self._ledger.step(self.now_ms, ops)
@@ -151,5 +151,5 @@ def _id(number: int) -> str:
 def _admit(id_: str, call: Call) -> Op:
     return [
         "A", id_, call.key, call.class_, "all", call.blocks, 1, 0, call.expected_cost, PATIENT_MS, call.weight, -1, -1,
-        UNLIMITED, UNLIMITED, [], [], [],
+        UNLIMITED, UNLIMITED, [], [], [], "", "", 0,
     ]  # fmt: skip

@@ -1,0 +1,88 @@
+"""How much of a key's traffic may be retries: beyond that a fleet is busy with calls that were given up.
+
+As Envoy and Finagle have it, retries may be a part of the recent first attempts, and a few more.  A call that is tried
+for the nth time takes n of it, so that what was tried most often is the first to be out.  One process's own view.
+"""
+
+import re
+from dataclasses import dataclass, field
+
+RETRY_COUNT = b"x-stainless-retry-count"
+"""Header of the OpenAI and Anthropic clients: 0 on the first attempt."""
+RECENT_MS = 60_000
+FEW = 10
+"""What a key may spend in that time that asks nothing for the first time."""
+KEYS_MAX = 10_000
+"""Whose traffic is remembered: those that asked last."""
+SCALE = 1_000
+"""Parts of one retry."""
+
+_NUMBER = re.compile(rb"[0-9]{1,9}")
+
+
+def read_retry_count(raw: bytes | None) -> int:
+    """0 for a first attempt, and for what is no number."""
+    if raw is None or not _NUMBER.fullmatch(raw.strip()):
+        return 0
+    return int(raw)
+
+
+@dataclass(slots=True)
+class _Recent:
+    """A sum over the last RECENT_MS: a window and the part of the one before that still counts."""
+
+    start_ms: int
+    current: int = 0
+    previous: int = 0
+
+    def add(self, now_ms: int, amount: int) -> None:
+        self._turn(now_ms)
+        self.current += amount
+
+    def total(self, now_ms: int) -> int:
+        self._turn(now_ms)
+        return self.current + self.previous * (RECENT_MS - (now_ms - self.start_ms)) // RECENT_MS
+
+    def _turn(self, now_ms: int) -> None:
+        age_ms = now_ms - self.start_ms
+        if age_ms < RECENT_MS:
+            return
+        self.previous = self.current if age_ms < 2 * RECENT_MS else 0
+        self.current = 0
+        self.start_ms = now_ms - age_ms % RECENT_MS
+
+
+@dataclass(slots=True)
+class _Account:
+    earned: _Recent
+    """By first attempts, in parts of a retry."""
+    spent: _Recent
+
+
+@dataclass(slots=True)
+class RetryBudgets:
+    """Of every key; times are milliseconds of a clock that never goes back."""
+
+    share: float
+    """Retries that one first attempt earns."""
+    _accounts: dict[str, _Account] = field(default_factory=dict)
+    """Those that asked last are the last."""
+
+    def take(self, key: str, retry_count: int, now_ms: int) -> bool:
+        """Note an attempt; False when it is a retry that the key has nothing left for, which then takes nothing."""
+        account = self._account(key, now_ms)
+        if retry_count == 0:
+            account.earned.add(now_ms, round(self.share * SCALE))
+            return True
+        price = retry_count * SCALE
+        if account.spent.total(now_ms) + price > FEW * SCALE + account.earned.total(now_ms):
+            return False
+        account.spent.add(now_ms, price)
+        return True
+
+    def _account(self, key: str, now_ms: int) -> _Account:
+        account = self._accounts.pop(key, None) or _Account(_Recent(now_ms), _Recent(now_ms))
+        self._accounts[key] = account
+        if len(self._accounts) > KEYS_MAX:
+            del self._accounts[next(iter(self._accounts))]
+        return account

@@ -1,0 +1,119 @@
+"""A call that comes again: in its old place, only once at a time, and not at the cost of those that come first."""
+
+import asyncio
+
+import pytest
+
+from gateway.core.outcomes import Code, Outcome
+from gateway.core.retries import FEW
+from gateway.mock.engine import EngineConfig
+from tests.flow.driver import Visitor
+from tests.flow.engines import mock_engine
+from tests.flow.world import World, chat, gateway
+
+NOWHERE = "http://127.0.0.1:9"
+"""No call here gets as far as its engine."""
+BODY = chat(max_tokens=100)
+ONCE = {"idempotency-key": "order 66"}
+
+
+def error(visitor: Visitor) -> tuple[int, str]:
+    return visitor.status, visitor.json["error"]["code"]
+
+
+async def wait_in_queue(
+    world: World, body: object = BODY, **headers: str
+) -> tuple[Visitor, "asyncio.Task[Visitor]"]:
+    before = (await world.ledger.state())["queue"]
+    visitor = Visitor(world.app, body, headers=headers)  # type: ignore[arg-type]
+    visiting = asyncio.create_task(visitor.run())
+    await world.queued(before + 1)
+    return visitor, visiting
+
+
+async def leave(visitor: Visitor, visiting: "asyncio.Task[Visitor]") -> None:
+    visitor.leave()
+    await visiting
+
+
+async def test_a_client_that_gave_up_is_served_in_its_old_place(store_url: str) -> None:
+    async with mock_engine(EngineConfig(), speed=4) as mock, gateway(store_url, {"a": mock.url}) as world:
+        release = await world.hold(1000)
+        given_up = await wait_in_queue(world)
+        _, behind = await wait_in_queue(world, chat(max_tokens=8000))
+        await leave(*given_up)
+        _, again = await wait_in_queue(world)
+        release()
+        assert [(await visiting).status for visiting in (again, behind)] == [200, 200]
+        assert [end.reserved_blocks < 100 for end in world.ended if end.outcome is Outcome.COMPLETED] == [
+            True,
+            False,
+        ]
+        await world.quiet()
+
+
+async def test_a_second_call_under_an_idempotency_key(store_url: str) -> None:
+    async with gateway(store_url, {"a": NOWHERE}) as world:
+        release = await world.hold(1000)
+        first = await wait_in_queue(world, **ONCE)
+        world.facts.clear()
+        duplicate = await world.visit(BODY, headers=ONCE)
+        assert error(duplicate) == (409, "duplicate_in_progress")
+        assert (duplicate.header("retry-after"), duplicate.header("x-should-retry")) == (None, None)
+        assert world.only_end().reason is Code.DUPLICATE_IN_PROGRESS
+        reused = await world.visit(chat(max_tokens=101), headers=ONCE)
+        assert error(reused) == (422, "idempotency_key_reused")
+        assert (reused.header("retry-after"), reused.header("x-should-retry")) == (None, "false")
+        await leave(*first)
+        await leave(*await wait_in_queue(world, **ONCE))
+        release()
+        await world.quiet()
+
+
+async def test_a_long_call_under_an_idempotency_key(store_url: str) -> None:
+    """Its body is hashed beside the loop."""
+    body = chat(max_tokens=100, user="x" * 600_000)
+    async with gateway(store_url, {"a": NOWHERE}) as world:
+        release = await world.hold(1000)
+        first = await wait_in_queue(world, body, **ONCE)
+        assert error(await world.visit(body, headers=ONCE)) == (409, "duplicate_in_progress")
+        await leave(*first)
+        release()
+        await world.quiet()
+
+
+@pytest.mark.parametrize("value", ["", "x" * 256, "caf\xe9"])
+async def test_an_idempotency_key_that_is_none(store_url: str, value: str) -> None:
+    async with gateway(store_url, {"a": NOWHERE}) as world:
+        visitor = await world.visit(BODY, headers={"idempotency-key": value})
+        assert error(visitor) == (400, "invalid_value")
+        assert visitor.json["error"]["param"] == "Idempotency-Key"
+
+
+async def test_retries_too_many_are_not_queued(store_url: str) -> None:
+    """The first attempts of their key are, and they themselves where they have left a place."""
+    retry = {"x-stainless-retry-count": "1"}
+    async with gateway(store_url, {"a": NOWHERE}) as world:
+        release = await world.hold(1000)
+        given_up = await wait_in_queue(world)
+        waiting = [await wait_in_queue(world, chat(max_tokens=i + 1), **retry) for i in range(FEW)]
+        for _ in range(2):
+            refused = await world.visit(chat(max_tokens=50), headers=retry)
+            assert error(refused) == (429, "queue_full")
+            assert "queue.retry_share" in refused.json["error"]["message"]
+            assert refused.header("retry-after")
+            assert refused.header("x-kvgate-refused-by") is None
+        waiting.append(await wait_in_queue(world, chat(max_tokens=51), **{"x-stainless-retry-count": "junk"}))
+        await leave(*given_up)
+        waiting.append(await wait_in_queue(world, **retry))
+        for one in waiting:
+            await leave(*one)
+        release()
+        await world.quiet()
+
+
+async def test_a_retry_too_many_that_fits_is_served(store_url: str) -> None:
+    async with mock_engine(EngineConfig(), speed=4) as mock, gateway(store_url, {"a": mock.url}) as world:
+        visitor = await world.visit(chat(), headers={"x-stainless-retry-count": "99"})
+        assert visitor.status == 200
+        await world.quiet()
