@@ -63,6 +63,8 @@ class Call:
     """When the head of the request had come."""
     once: str = ""
     """Hash of its key and `Idempotency-Key`, '' where the client sent none."""
+    retry_count: int = 0
+    """How often its client says to have tried before."""
     place_only: bool = False
     """It is a retry too many: it may wait only in the place that it left."""
     phase: Phase = Phase.ESTIMATING

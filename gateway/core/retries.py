@@ -1,7 +1,8 @@
 """How much of a key's traffic may be retries: beyond that a fleet is busy with calls that were given up.
 
 As Envoy and Finagle have it, retries may be a part of the recent first attempts, and a few more.  A call that is tried
-for the nth time takes n of it, so that what was tried most often is the first to be out.  One process's own view.
+for the nth time takes n of it, so that what was tried most often is the first to be out.  Who is told when to come back
+is asked to, and gets what that takes.  One process's own view.
 """
 
 import re
@@ -55,7 +56,7 @@ class _Recent:
 @dataclass(slots=True)
 class _Account:
     earned: _Recent
-    """By first attempts, in parts of a retry."""
+    """By first attempts and invitations, in parts of a retry."""
     spent: _Recent
 
 
@@ -79,6 +80,10 @@ class RetryBudgets:
             return False
         account.spent.add(now_ms, price)
         return True
+
+    def invite(self, key: str, retry_count: int, now_ms: int) -> None:
+        """An attempt was refused with a time to come back: the retry of that number is asked for."""
+        self._account(key, now_ms).earned.add(now_ms, retry_count * SCALE)
 
     def _account(self, key: str, now_ms: int) -> _Account:
         account = self._accounts.pop(key, None) or _Account(_Recent(now_ms), _Recent(now_ms))

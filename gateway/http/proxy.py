@@ -325,8 +325,8 @@ class Proxy:
             return once
         if once:
             call.once = hashed_idempotency_key(name, once)
-        retry_count = read_retry_count(headers.get(RETRY_COUNT))
-        call.place_only = not self._retries.take(name, retry_count, int(time.monotonic() * 1000))
+        call.retry_count = read_retry_count(headers.get(RETRY_COUNT))
+        call.place_only = not self._retries.take(name, call.retry_count, _now_ms())
         return None
 
     def _fleet_of(self, request: GenerationRequest, key: Key) -> Fleet | Refusal:
@@ -436,6 +436,8 @@ class Proxy:
     async def refuse(self, visit: _Visit, call: Call, refusal: Refusal) -> None:
         answer = self._answer(refusal)
         call.status, call.retry_ms = answer.status, answer.retry_ms
+        if visit.key and refusal.retry_ms is not None and not call.place_only:
+            self._retries.invite(visit.key.name, call.retry_count + 1, _now_ms())
         await _last_write(send_answer(visit.send, answer, call.request_id, close=False))
 
     # -- the report ----------------------------------------------------------------------------------------------
@@ -536,6 +538,10 @@ async def _parse(endpoint: Endpoint, body: bytes, n_max: int) -> GenerationReque
     if len(body) <= PARSE_INLINE_BYTES_MAX:
         return parse(endpoint, body, n_max)
     return await asyncio.to_thread(parse, endpoint, body, n_max)
+
+
+def _now_ms() -> int:
+    return int(time.monotonic() * 1000)
 
 
 async def _last_write(write: Awaitable[None]) -> None:

@@ -37,18 +37,21 @@ async def leave(visitor: Visitor, visiting: "asyncio.Task[Visitor]") -> None:
 
 
 async def test_a_client_that_gave_up_is_served_in_its_old_place(store_url: str) -> None:
-    async with mock_engine(EngineConfig(), speed=4) as mock, gateway(store_url, {"a": mock.url}) as world:
-        release = await world.hold(1000)
+    """One call at a time fits, and another came between."""
+    another = chat(max_tokens=120)
+    async with (
+        mock_engine(EngineConfig(), speed=4) as mock,
+        gateway(store_url, {"a": mock.url}, blocks={"a": 12}) as world,
+    ):
+        release = await world.hold(11)
         given_up = await wait_in_queue(world)
-        _, behind = await wait_in_queue(world, chat(max_tokens=8000))
+        _, behind = await wait_in_queue(world, another)
         await leave(*given_up)
         _, again = await wait_in_queue(world)
         release()
-        assert [(await visiting).status for visiting in (again, behind)] == [200, 200]
-        assert [end.reserved_blocks < 100 for end in world.ended if end.outcome is Outcome.COMPLETED] == [
-            True,
-            False,
-        ]
+        await asyncio.gather(again, behind)
+        served = [end for end in world.ended if end.outcome is Outcome.COMPLETED]
+        assert [end.reserved_blocks for end in served] == [7, 8]
         await world.quiet()
 
 
@@ -108,6 +111,23 @@ async def test_retries_too_many_are_not_queued(store_url: str) -> None:
         waiting.append(await wait_in_queue(world, **retry))
         for one in waiting:
             await leave(*one)
+        release()
+        await world.quiet()
+
+
+async def test_a_retry_that_was_asked_for_is_queued(store_url: str) -> None:
+    """The budget is spent, and the queue was full when the first attempt came; the next retry nobody asked for."""
+    async with gateway(store_url, {"a": NOWHERE}, queue_max=1) as world:
+        release = await world.hold(1000)
+        retried = await wait_in_queue(world, **{"x-stainless-retry-count": str(FEW)})
+        refused = await world.visit(chat(max_tokens=50))
+        assert error(refused) == (429, "queue_full")
+        assert "queue.depth_max" in refused.json["error"]["message"]
+        await leave(*retried)
+        retry = {"x-stainless-retry-count": "1"}
+        await leave(*await wait_in_queue(world, chat(max_tokens=50), **retry))
+        unasked = await world.visit(chat(max_tokens=51), headers=retry)
+        assert "queue.retry_share" in unasked.json["error"]["message"]
         release()
         await world.quiet()
 

@@ -20,7 +20,7 @@ ALL = BLOCKS * 16 - 100
 def gateways() -> Iterator[list[GatewayProcess]]:
     """Two before one engine."""
     with world() as here:
-        mock = here.mock("--blocks", str(BLOCKS + 1), "--max-model-len", "1024", "--step-base-ms", "1")
+        mock = here.mock("--blocks", str(BLOCKS + 1), "--max-model-len", "1024", "--step-base-ms", "50")
         config, (key,) = here.config([{"name": "short", "replicas": [mock.url]}], store=QUICK_STORE)
         yield [here.gateway(config, key) for _ in range(2)]
 

@@ -33,6 +33,15 @@ def test_what_was_tried_most_often_is_the_first_to_be_out() -> None:
     assert not budgets.take("k", 1, 0)
 
 
+def test_who_was_told_when_to_come_back_may_come() -> None:
+    """However often it had to try; others are out of budget as before."""
+    budgets = RetryBudgets(0.0)
+    granted(budgets, FEW)
+    budgets.invite("k", 3, 0)
+    assert budgets.take("k", 3, 0)
+    assert not budgets.take("k", 1, 0)
+
+
 def test_each_key_has_its_own() -> None:
     budgets = RetryBudgets(SHARE)
     granted(budgets, 100)
