@@ -143,8 +143,7 @@ class Terms:
     queue_max: int
     queue_key_max: int
     wait_ms: int
-    returns: bool
-    """A place that it may take is remembered."""
+    fingerprint: str
     place_only: bool
 
 
@@ -889,21 +888,25 @@ class Books:
             call.state = "reserved"
             self._reserve(call, replica)
             return ["grant", replica.name, *self._pay_quotas(call, charge)]
-        if queue_max and not fingerprint and any(place.flow == _flow(call) for place in self.places):
+        terms = Terms(queue_max, queue_key_max, wait_ms, fingerprint, bool(place_only))
+        told = self._queue(call, terms)
+        return [*told, *self._pay_quotas(call, charge)] if told[0] == "ticket" else told
+
+    def _queue(self, call: Call, terms: Terms) -> Answer:
+        """A ticket, in the place that was left or behind all others of its flow; or why there is none."""
+        if terms.queue_max and not terms.fingerprint and any(p.flow == _flow(call) for p in self.places):
             return ["fingerprint"]
-        place = self._place_left(call, fingerprint)
-        terms = Terms(queue_max, queue_key_max, wait_ms, place is not None, bool(place_only))
         refusal = self._refuse_to_queue(call, terms)
         if refusal:
             return refusal
-        wait = -1
+        place, wait = self._place_left(call, terms.fingerprint), -1
         if place:
             self._return(call, place)
         else:
             wait = self._expected_wait(call)
             self._number(call)
             self._join(call)
-        return ["ticket", len(self._waiting(lane, class_)), wait, *self._pay_quotas(call, charge)]
+        return ["ticket", len(self._waiting(call.lane, call.class_)), wait]
 
     def _refuse_second(self, call: Call) -> Answer | None:
         """Of two calls under one `Idempotency-Key`."""
@@ -1022,7 +1025,7 @@ class Books:
             return ["refused", "queue_timeout", "seconds_max", 0, terms.wait_ms, self._wait_told(call)]
         if own >= terms.queue_key_max:
             return ["refused", "queue_full", "key_share", own, terms.queue_key_max, self._appointment(call)]
-        if terms.returns:
+        if self._place_left(call, terms.fingerprint):
             return None
         if terms.place_only:
             return ["refused", "queue_full", "place_only", 0, 0, self._appointment(call)]
