@@ -140,6 +140,12 @@ class BooksMachine(RuleBasedStateMachine):
     declare = sends("declare", traffic.declarations)
     beat = sends("beat", traffic.heartbeats)
 
+    @rule(batches=sent(traffic.absences))
+    def be_away(self, batches: tuple[str, list[list[Op]]]) -> None:
+        owner, parts = batches
+        for ops in parts:
+            self.send((owner, ops))
+
     @rule(batch=sent(traffic.mixtures), malformed=st.sampled_from(traffic.MALFORMED))
     def spoil(self, batch: tuple[str, list[Op]], malformed: Op) -> None:
         """One op of the batch is malformed."""

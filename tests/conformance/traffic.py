@@ -178,14 +178,15 @@ CHARGES: tuple[list[int], ...] = (
 
 
 FINGERPRINTS = ("0123456789abcdef", "00000000000000ff")
+OTHERS = "fedcba9876543210"
+"""The fingerprint of calls that have left no place."""
 LIKENESS: tuple[tuple[str, str], ...] = (
-    *((fingerprint, "") for fingerprint in ("", "", "", *FINGERPRINTS, *FINGERPRINTS)),
+    *((fingerprint, "") for fingerprint in ("",) * 10 + FINGERPRINTS * 4),
     (FINGERPRINTS[0], "a" * 16),
     (FINGERPRINTS[1], "a" * 16),
-    (FINGERPRINTS[0], "b" * 16),
 )
 """Fingerprint, and hash of the `Idempotency-Key` where there is one."""
-PLACE_ONLY = (0, 0, 0, 1)
+PLACE_ONLY = (0,) * 15 + (1,)
 
 
 @st.composite
@@ -272,7 +273,7 @@ def clearances(world: World, owner: str) -> st.SearchStrategy[list[Op]]:
 @st.composite
 def withdrawals(draw: DrawFn, world: World, owner: str) -> list[Op]:
     """With their places remembered, or not."""
-    left = st.sampled_from(("", *FINGERPRINTS))
+    left = st.sampled_from(("", "", "", *FINGERPRINTS))
     return [
         ["S", c.id, -1, -1, [], draw(left)] for c in _some(draw, world.calls(owner, "queued", "displaced"))
     ]
@@ -289,14 +290,38 @@ def departures(draw: DrawFn, world: World, owner: str) -> list[Op]:
 def returns(draw: DrawFn, world: World, owner: str) -> list[Op]:
     """Calls that would take a place that was left, with room in the queue; a newcomer may be among them."""
     found = []
-    for place in _some(draw, world.books.places):
+    for place in _some(draw, [place for place in world.books.places if place.key in world.policies]):
         op = draw(admits(world))
         blocks = draw(st.sampled_from(sizes(world, place.key)))
         op[2:6] = place.key, place.class_, place.lane, blocks
-        op[9], op[13], op[14], op[17] = 10**6, 100, 100, []
-        op[18:20] = draw(st.sampled_from((place.fingerprint, place.fingerprint, ""))), ""
-        found.append(op)
+        fingerprint = draw(st.sampled_from((place.fingerprint, place.fingerprint, "")))
+        found.append(_in_place(op, draw(st.sampled_from((1, 100, 10**6, 10**6))), fingerprint))
     return found
+
+
+def _in_place(op: Op, wait_ms: int, fingerprint: str) -> Op:
+    """An admit that nothing but its wait keeps from a place in the queue."""
+    return [*op[:9], wait_ms, *op[10:13], 100, 100, *op[15:17], [], fingerprint, "", op[20]]
+
+
+@st.composite
+def absences(draw: DrawFn, world: World, owner: str) -> list[list[Op]]:
+    """Some leave the queue, others go on or stand in their flows meanwhile, and who left is there again."""
+    fingerprint, wait_ms = draw(st.sampled_from(FINGERPRINTS)), draw(st.sampled_from((1, 10**6, 10**6)))
+    left = {c.id: c for c in _some(draw, world.calls(owner, "queued")) if c.key in world.policies}.values()
+    whole = [_like(world, call, max(world.policies[call.key][1], 1), 10**6, OTHERS) for call in left]
+    meanwhile = st.one_of(clearances(world, owner), st.just([]), st.just(whole))
+    return [
+        [["S", call.id, -1, -1, [], fingerprint] for call in left],
+        draw(meanwhile),
+        [_like(world, call, call.blocks, wait_ms, fingerprint) for call in left],
+    ]
+
+
+def _like(world: World, c: Call, blocks: int, wait_ms: int, fingerprint: str) -> Op:
+    """A call of the same flow."""
+    return ["A", world.new_id(), c.key, c.class_, c.lane, blocks, c.sequences, c.prefill, blocks, wait_ms,
+            *world.policies[c.key], 100, 100, [], [], [], fingerprint, "", 0]  # fmt: skip
 
 
 @st.composite
