@@ -315,7 +315,9 @@ class Proxy:
         if isinstance(terms, Refusal):
             return terms
         identity = Identity(visit.key.name, request.endpoint, body)
-        call = Call(visit.request_id, request, passed, fleet, terms, visit.began, task, identity, visit.arrived)
+        call = Call(
+            visit.request_id, request, passed, fleet, terms, visit.began, task, identity, visit.arrived
+        )
         return self._read_repetition(call, visit.key.name, headers) or call
 
     def _read_repetition(self, call: Call, name: str, headers: Mapping[bytes, bytes]) -> Refusal | None:
