@@ -3,6 +3,20 @@
 -- The order of the queue (docs/ledger.md): tickets become unclaimed reservations until nothing fits.
 local LOOKAHEAD, CREDIT_SCALE = 8, 1000
 
+local lines -- lane -> {class, share, row} of each class, highest first: the rows stay the same while a script runs
+
+local function lines_of(lane)
+  local found = lines[lane]
+  if not found then
+    found = {}
+    for i, class in ipairs(books.config.classes) do
+      found[i] = {class = class, share = books.config.shares[class], row = flows.line(lane, class)}
+    end
+    lines[lane] = found
+  end
+  return found
+end
+
 -- The unparked flows of one class, in fair order: their members of ORDER.
 local function first_flows(lane, class)
   local line = lane .. ':' .. class
@@ -26,16 +40,15 @@ end
 
 -- Highest class first, except that the lowest class whose credit covers its head goes before all.
 local function class_order(lane)
-  local classes, favoured = {}, nil
-  for i = #books.config.classes, 1, -1 do
-    local class = books.config.classes[i]
-    local line = flows.line(lane, class)
-    if line.waiting > 0 then
+  local classes, favoured, all = {}, nil, lines_of(lane)
+  for i = #all, 1, -1 do
+    local class, row = all[i].class, all[i].row
+    if row.waiting > 0 then
       table.insert(classes, 1, class)
-      local first = not favoured and books.config.shares[class] > 0 and line.credit > 0 and first_flows(lane, class)[1]
+      local first = not favoured and all[i].share > 0 and row.credit > 0 and first_flows(lane, class)[1]
       if first then
         local _, head = head_of(lane, class, first)
-        if line.credit >= price(class) * head.blocks then favoured = class end
+        if row.credit >= price(class) * head.blocks then favoured = class end
       end
     end
   end
@@ -50,13 +63,12 @@ end
 -- Every lower class that waits earns its share of the blocks that went before it.
 local function earn(call)
   local lower = false
-  for _, class in ipairs(books.config.classes) do
-    local line = lower and flows.line(call.lane, class)
-    if line and line.waiting > 0 and books.config.shares[class] > 0 then
-      line.credit = line.credit + call.blocks * books.config.shares[class]
-      rows.store(records.lines, call.lane .. ':' .. class, line)
+  for _, line in ipairs(lines_of(call.lane)) do
+    if lower and line.row.waiting > 0 and line.share > 0 then
+      line.row.credit = line.row.credit + call.blocks * line.share
+      rows.store(records.lines, call.lane .. ':' .. line.class, line.row)
     end
-    lower = lower or class == call.class
+    lower = lower or line.class == call.class
   end
 end
 
@@ -123,8 +135,8 @@ local function advance(lane)
 end
 
 local function lane_waits(lane)
-  for _, class in ipairs(books.config.classes) do
-    if flows.line(lane, class).waiting > 0 then return true end
+  for _, line in ipairs(lines_of(lane)) do
+    if line.row.waiting > 0 then return true end
   end
   return false
 end
@@ -132,6 +144,7 @@ end
 -- Grant until nothing fits or the script's work is used up.
 function order.run()
   local progress = true
+  lines = {}
   while progress do
     progress = false
     for _, lane in ipairs(books.config.lanes) do
