@@ -6,12 +6,14 @@ from urllib.parse import quote
 
 import httpx
 
+from gateway.core.outcomes import OperatorError
+
 URL = "KVGATE_ADMIN_URL"
 TOKEN = "KVGATE_ADMIN_TOKEN"
 ANSWER_SECONDS = 10.0
 
 
-class AdminError(Exception):
+class AdminError(OperatorError):
     """The admin API could not be asked, or said no; one line for whoever asked."""
 
 

@@ -4,108 +4,123 @@ import argparse
 import asyncio
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from gateway import __version__, keys, usage
-from gateway.adminclient import AdminError
-from gateway.app import read_signature_keys
-from gateway.config import (
-    ConfigError,
-    KeyEntry,
-    Settings,
-    load,
-    load_keys,
-    load_secrets,
-    without_password,
-)
-from gateway.ledger.embedded import EmbeddedStoreError
-from gateway.ledger.verify import NotVerified, Report, verify
-from gateway.loadtest import command as loadtest
-from gateway.mock import serve as mock
-from gateway.serve import DemoError, serve, serve_demo, serve_inherited
-from gateway.telemetry.callreader import NotACallLog
-from gateway.telemetry.workers import Place
-from gateway.tokens.tiktoken_counter import VocabularyError
+from gateway import __version__
+from gateway.core.outcomes import OperatorError
 
-OPERATOR_ERRORS = (
-    ConfigError, EmbeddedStoreError, VocabularyError, DemoError, NotVerified, NotACallLog, AdminError, OSError,
-)  # fmt: skip
-"""Told in one line, without a traceback."""
+if TYPE_CHECKING:
+    from gateway.config import KeyEntry, Settings
+    from gateway.ledger.verify import Report
+
+# Each command imports what it needs, in the functions below: all of it takes half a second of processor time.
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status."""
-    parsed = _parser().parse_args(arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parsed = _parser(arguments[0] if arguments else "").parse_args(arguments)
     try:
         return int(parsed.run(parsed))
-    except OPERATOR_ERRORS as error:
+    except (OperatorError, OSError) as error:
         print(f"kvgate: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(command: str) -> argparse.ArgumentParser:
+    """Knows the names of all commands, and the arguments of that one."""
     parser = argparse.ArgumentParser(
         prog="kvgate", description="Token-budgeted admission control for vLLM fleets."
     )
     parser.add_argument("--version", action="version", version=f"kvgate {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
+    for name, (text, add_arguments) in COMMANDS.items():
+        added = commands.add_parser(name, help=text)
+        if name == command:
+            add_arguments(added)
+    return parser
 
-    serve_ = commands.add_parser("serve", help="run the gateway")
-    what = serve_.add_mutually_exclusive_group(required=True)
+
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--config", type=Path, help="the configuration file (YAML)")
     what.add_argument(
         "--demo", action="store_true", help="embedded Valkey, two pools of mock engines, a new key"
     )
-    serve_.add_argument("--host", default="127.0.0.1", help="default 127.0.0.1")
-    serve_.add_argument("--port", type=port_number, default=8080, help="0 takes a free one (default 8080)")
-    serve_.add_argument(
+    parser.add_argument("--host", default="127.0.0.1", help="default 127.0.0.1")
+    parser.add_argument("--port", type=port_number, default=8080, help="0 takes a free one (default 8080)")
+    parser.add_argument(
         "--workers", type=whole_number, default=1, help="processes that share the port (default 1)"
     )
     # How a parent tells a worker its place; the three go together.
-    serve_.add_argument("--listen-fd", type=int, help=argparse.SUPPRESS)
-    serve_.add_argument("--worker", type=int, help=argparse.SUPPRESS)
-    serve_.add_argument("--workers-folder", type=Path, help=argparse.SUPPRESS)
-    serve_.set_defaults(run=_serve)
+    parser.add_argument("--listen-fd", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--workers-folder", type=Path, help=argparse.SUPPRESS)
+    parser.set_defaults(run=_serve)
 
-    mock_ = commands.add_parser("mock", help="run a mock vLLM engine")
-    mock.add_arguments(mock_)
-    mock_.set_defaults(run=mock.run)
 
-    loadtest_ = commands.add_parser(
-        "loadtest", help="send the load of a scenario, and report what came of it"
-    )
-    loadtest.add_arguments(loadtest_)
-    loadtest_.set_defaults(run=_loadtest)
+def _add_mock(parser: argparse.ArgumentParser) -> None:
+    from gateway.mock import serve as mock
 
-    check = commands.add_parser("check-config", help="check a configuration file and its keys file")
-    check.add_argument("file", type=Path)
-    check.set_defaults(run=_check_config)
+    mock.add_arguments(parser)
+    parser.set_defaults(run=mock.run)
 
-    verify_ = commands.add_parser(
-        "verify", help="read the books of a live store, and say where they contradict themselves"
-    )
-    where = verify_.add_mutually_exclusive_group(required=True)
+
+def _add_loadtest(parser: argparse.ArgumentParser) -> None:
+    from gateway.loadtest import command as loadtest
+
+    loadtest.add_arguments(parser)
+    parser.set_defaults(run=lambda parsed: loadtest.run(parsed, os.environ))
+
+
+def _add_check_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", type=Path)
+    parser.set_defaults(run=_check_config)
+
+
+def _add_verify(parser: argparse.ArgumentParser) -> None:
+    where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--config", type=Path, help="the configuration file: its store, and all its fleets")
     where.add_argument("--store", metavar="URL", help="the store; goes with --fleet")
-    verify_.add_argument("--fleet", metavar="NAME", help="this fleet only")
-    verify_.set_defaults(run=_verify)
+    parser.add_argument("--fleet", metavar="NAME", help="this fleet only")
+    parser.set_defaults(run=_verify)
 
-    keys_ = commands.add_parser("keys", help="make, list, rotate and revoke API keys, in a file or the store")
-    keys.add_arguments(keys_)
-    keys_.set_defaults(run=lambda parsed: keys.run(parsed, os.environ))
-    cut = commands.add_parser("cut", help="end what runs and waits of a key, on all gateways")
-    keys.add_cut_arguments(cut)
-    cut.set_defaults(run=lambda parsed: keys.cut(parsed, os.environ))
 
-    usage_ = commands.add_parser(
-        "usage", help="sum up call logs: tokens and blocks by key, group, fleet, ..."
-    )
-    usage.add_arguments(usage_)
-    usage_.set_defaults(run=_usage)
-    return parser
+def _add_keys(parser: argparse.ArgumentParser) -> None:
+    from gateway import keys
+
+    keys.add_arguments(parser)
+    parser.set_defaults(run=lambda parsed: keys.run(parsed, os.environ))
+
+
+def _add_cut(parser: argparse.ArgumentParser) -> None:
+    from gateway import keys
+
+    keys.add_cut_arguments(parser)
+    parser.set_defaults(run=lambda parsed: keys.cut(parsed, os.environ))
+
+
+def _add_usage(parser: argparse.ArgumentParser) -> None:
+    from gateway import usage
+
+    usage.add_arguments(parser)
+    parser.set_defaults(run=lambda parsed: usage.run(parsed, os.environ))
+
+
+COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
+    "serve": ("run the gateway", _add_serve),
+    "mock": ("run a mock vLLM engine", _add_mock),
+    "loadtest": ("send the load of a scenario, and report what came of it", _add_loadtest),
+    "check-config": ("check a configuration file and its keys file", _add_check_config),
+    "verify": ("read the books of a live store, and say where they contradict themselves", _add_verify),
+    "keys": ("make, list, rotate and revoke API keys, in a file or the store", _add_keys),
+    "cut": ("end what runs and waits of a key, on all gateways", _add_cut),
+    "usage": ("sum up call logs: tokens and blocks by key, group, fleet, ...", _add_usage),
+}
 
 
 def port_number(text: str) -> int:
@@ -121,6 +136,10 @@ def whole_number(text: str) -> int:
 
 
 def _serve(parsed: argparse.Namespace) -> int:
+    from gateway.config import ConfigError, load, load_secrets
+    from gateway.serve import serve, serve_demo, serve_inherited
+    from gateway.telemetry.workers import Place
+
     if parsed.demo:
         if parsed.workers > 1:
             raise ConfigError("--workers", "goes with --config; the demo is one process")
@@ -133,15 +152,9 @@ def _serve(parsed: argparse.Namespace) -> int:
     return serve(parsed.config, settings, secrets, parsed.host, parsed.port, parsed.workers, os.environ)
 
 
-def _loadtest(parsed: argparse.Namespace) -> int:
-    return loadtest.run(parsed, os.environ)
-
-
-def _usage(parsed: argparse.Namespace) -> int:
-    return usage.run(parsed, os.environ)
-
-
 def _check_config(parsed: argparse.Namespace) -> int:
+    from gateway.config import load, load_keys, without_password
+
     settings = load(parsed.file, os.environ)
     counted = ""
     if settings.auth.keys_file:
@@ -150,14 +163,18 @@ def _check_config(parsed: argparse.Namespace) -> int:
         _check_models(found, settings)
         counted = f", {len(found)} {'key' if len(found) == 1 else 'keys'}"
     if settings.auth.jwt:
+        from gateway.app import read_signature_keys
+
         read_signature_keys(settings.auth.jwt)
     fleets = ", ".join(fleet.name for fleet in settings.fleets)
     print(f"{parsed.file}: good. Fleets: {fleets}; store: {without_password(settings.store.url)}{counted}")
     return 0
 
 
-def _check_models(entries: Sequence[KeyEntry], settings: Settings) -> None:
+def _check_models(entries: "Sequence[KeyEntry]", settings: "Settings") -> None:
     """A key for a model that no fleet has would be of no use; while the gateway runs it does no harm either."""
+    from gateway.config import ConfigError
+
     known = {model for fleet in settings.fleets for model in fleet.models}
     for number, key in enumerate(entries):
         for model in set(key.models or ()) - known:
@@ -166,6 +183,8 @@ def _check_models(entries: Sequence[KeyEntry], settings: Settings) -> None:
 
 def _verify(parsed: argparse.Namespace) -> int:
     """0: the books hold; 1: they do not, one line for each violation; 2: nothing can be said."""
+    from gateway.ledger.verify import verify
+
     url, fleets = _books_to_verify(parsed)
     broken = False
     for fleet in fleets:
@@ -177,6 +196,8 @@ def _verify(parsed: argparse.Namespace) -> int:
 
 def _books_to_verify(parsed: argparse.Namespace) -> tuple[str, Sequence[str]]:
     """The store's URL and the names of the fleets."""
+    from gateway.config import ConfigError, load
+
     if parsed.store is not None:
         if parsed.fleet is None:
             raise ConfigError("--store", "needs --fleet, the name of the fleet")
@@ -192,7 +213,7 @@ def _books_to_verify(parsed: argparse.Namespace) -> tuple[str, Sequence[str]]:
     return settings.store.url, [parsed.fleet]
 
 
-def _report_lines(report: Report) -> list[str]:
+def _report_lines(report: "Report") -> list[str]:
     """Debts are told, but are no violations."""
     told = [f"fleet {report.fleet}: {violation}" for violation in report.violations]
     for replica, blocks in report.debts.items():

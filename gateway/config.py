@@ -22,6 +22,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from gateway.core.headers import FOR_ENGINES
+from gateway.core.outcomes import OperatorError
 
 INT_MAX = 2**31 - 1
 NAME_LENGTH_MAX = 40
@@ -48,7 +49,7 @@ VALUES_MAX = 5_000_000
 """Of one file, each as often as it is named: a hundred thousand keys with all their settings are fewer."""
 
 
-class ConfigError(ValueError):
+class ConfigError(OperatorError, ValueError):
     """A setting is wrong.  Its text is one line without secrets."""
 
     def __init__(self, path: str, problem: str, where: str = "") -> None:

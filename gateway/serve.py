@@ -22,6 +22,7 @@ from msgspec.structs import replace
 
 from gateway.app import Gateway, Source
 from gateway.config import Secrets, Settings, load, load_secrets
+from gateway.core.outcomes import OperatorError
 from gateway.http.auth import new_key
 from gateway.http.protocol import ProxyProtocol
 from gateway.ledger.embedded import EmbeddedStore, die_with_parent
@@ -47,7 +48,7 @@ DEMO_OUTPUT_TOKENS = 64
 DEMO_READY_SECONDS = 30.0
 
 
-class DemoError(Exception):
+class DemoError(OperatorError):
     """The demo could not be set up; one line for whoever started it."""
 
 

@@ -8,6 +8,10 @@ from enum import StrEnum
 import msgspec
 
 
+class OperatorError(Exception):
+    """Something that an operator has to mend: told in one line, without a traceback and without secrets."""
+
+
 class Code(StrEnum):
     """The stable `error.code` of an answer; also the `reason` label of metrics and the ledger's refusals."""
 

@@ -17,6 +17,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from gateway.core.outcomes import OperatorError
+
 log = logging.getLogger(__name__)
 
 MISSING = (
@@ -34,7 +36,7 @@ _LIBC = ctypes.CDLL(None)
 """Loaded here: between fork and exec the loader's locks may be held by a thread that does not exist any more."""
 
 
-class EmbeddedStoreError(Exception):
+class EmbeddedStoreError(OperatorError):
     """No server could be found or started; the message is one line for the operator."""
 
 

@@ -28,6 +28,7 @@ from gateway.core.invariants import (
     violations,
 )
 from gateway.core.order import LAYOUT
+from gateway.core.outcomes import OperatorError
 from gateway.ledger.connection import close_client, new_client
 from gateway.ledger.records import decode_record
 from gateway.ledger.scripts import fleet_keys
@@ -61,7 +62,7 @@ Content = Mapping[str, Mapping[bytes, Any]]
 T = TypeVar("T")
 
 
-class NotVerified(Exception):
+class NotVerified(OperatorError):
     """Nothing can be said about the books; the message is one line for the operator."""
 
 

@@ -7,6 +7,7 @@ from io import BufferedReader
 
 import msgspec
 
+from gateway.core.outcomes import OperatorError
 from gateway.telemetry.calllog import CallLine, LostLine
 
 LINE_BYTES_MAX = 64 * 1024
@@ -18,7 +19,7 @@ _CALLS = msgspec.json.Decoder(CallLine)
 _LOST = msgspec.json.Decoder(LostLine)
 
 
-class NotACallLog(Exception):
+class NotACallLog(OperatorError):
     """A file is something else, or cannot be read; one line for the operator."""
 
 

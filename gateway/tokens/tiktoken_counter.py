@@ -13,6 +13,7 @@ from typing import NamedTuple
 import msgspec
 import tiktoken
 
+from gateway.core.outcomes import OperatorError
 from gateway.core.prompt import Text, literal_text, text_bytes
 from gateway.tokens.api import Counted, Counter
 from gateway.tokens.memo import Memo, text_key
@@ -50,7 +51,7 @@ COUNT_SECONDS_MAX = 2.0
 """What is not counted by then, waiting included, is estimated by its bytes."""
 
 
-class VocabularyError(Exception):
+class VocabularyError(OperatorError):
     """The packaged vocabulary is missing or damaged; one line for the operator."""
 
 
