@@ -310,8 +310,6 @@ class Ask:
             self._put_settle()
 
     def _put_settle(self) -> None:
-        if self.phase is not Phase.SETTLING:  # the store has forgotten it meanwhile
-            return
         fingerprint = self.admission.identity.known if self._leaves else ""
         self._ledger.channel.free(["S", self.id, *self._used, fingerprint], self._on_settle)
         self._ledger.wake()

@@ -42,4 +42,58 @@ PYTHON_MUTANTS: dict[str, PythonMutant] = {
         "        pass\n",
         ("tests/flow/test_prefill.py",),
     ),
+    "who leaves the queue leaves no place": PythonMutant(
+        "gateway/ledger/reservation.py",
+        "self._leaves = self._answer is None or not self._answer.done() or self._answer.cancelled()",
+        "self._leaves = False",
+        ("tests/flow/test_repetition.py",),
+    ),
+    "who waited in vain leaves a place": PythonMutant(
+        "gateway/ledger/reservation.py",
+        "self._leaves = self._answer is None or not self._answer.done() or self._answer.cancelled()",
+        "self._leaves = True",
+        ("tests/integration/test_ledger_places.py",),
+    ),
+    "an Idempotency-Key is not declared again (gateway)": PythonMutant(
+        "gateway/ledger/reservation.py",
+        "int(self.by_force), self._fingerprint(), a.once,",
+        'int(self.by_force), "", "",',
+        ("tests/integration/test_ledger_places.py",),
+    ),
+    "a retry too many is remembered as a full queue": PythonMutant(
+        "gateway/ledger/valkey.py",
+        'frozenset({"displaced", "place_only"})',
+        'frozenset({"displaced"})',
+        ("tests/integration/test_ledger_places.py",),
+    ),
+    "a long body is hashed on the loop": PythonMutant(
+        "gateway/core/identity.py",
+        "INLINE_BYTES_MAX = 512 * 1024",
+        "INLINE_BYTES_MAX = 1 << 30",
+        ("tests/flow/test_repetition.py",),
+    ),
+    "fingerprints run together": PythonMutant(
+        "gateway/core/identity.py",
+        'f"{caller}\\n{route}\\n"',
+        'f"{caller}{route}"',
+        ("tests/unit/test_identity.py",),
+    ),
+    "each retry costs the same": PythonMutant(
+        "gateway/core/retries.py",
+        "price = retry_count * SCALE",
+        "price = SCALE",
+        ("tests/unit/test_retries.py",),
+    ),
+    "a retry that was asked for is one too many": PythonMutant(
+        "gateway/http/proxy.py",
+        "self._retries.invite(visit.key.name, call.retry_count + 1, _now_ms())",
+        "pass",
+        ("tests/flow/test_repetition.py",),
+    ),
+    "retries are queued without bound": PythonMutant(
+        "gateway/http/proxy.py",
+        "call.place_only = not self._retries.take",
+        "call.place_only = None is self._retries.take",
+        ("tests/flow/test_repetition.py",),
+    ),
 }

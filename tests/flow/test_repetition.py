@@ -1,15 +1,18 @@
 """A call that comes again: in its old place, only once at a time, and not at the cost of those that come first."""
 
 import asyncio
+import threading
 
 import pytest
 
+from gateway.core.identity import Identity
 from gateway.core.outcomes import Code, Outcome
 from gateway.core.retries import FEW
+from gateway.ledger.scripts import fleet_keys
 from gateway.mock.engine import EngineConfig
 from tests.flow.driver import Visitor
 from tests.flow.engines import mock_engine
-from tests.flow.world import World, chat, gateway
+from tests.flow.world import World, chat, gateway, soon
 
 NOWHERE = "http://127.0.0.1:9"
 """No call here gets as far as its engine."""
@@ -73,7 +76,22 @@ async def test_a_second_call_under_an_idempotency_key(store_url: str) -> None:
         await world.quiet()
 
 
-async def test_a_long_call_under_an_idempotency_key(store_url: str) -> None:
+@pytest.fixture
+def hashing(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each hashing whether it kept the event loop."""
+    found: list[bool] = []
+    fingerprint = Identity.fingerprint
+
+    def noted(identity: Identity) -> str:
+        if not identity.known:
+            found.append(threading.current_thread() is threading.main_thread())
+        return fingerprint(identity)
+
+    monkeypatch.setattr(Identity, "fingerprint", noted)
+    return found
+
+
+async def test_a_long_call_under_an_idempotency_key(store_url: str, hashing: list[bool]) -> None:
     """Its body is hashed beside the loop."""
     body = chat(max_tokens=100, user="x" * 600_000)
     async with gateway(store_url, {"a": NOWHERE}) as world:
@@ -81,6 +99,36 @@ async def test_a_long_call_under_an_idempotency_key(store_url: str) -> None:
         first = await wait_in_queue(world, body, **ONCE)
         assert error(await world.visit(body, headers=ONCE)) == (409, "duplicate_in_progress")
         await leave(*first)
+        release()
+        await world.quiet()
+    assert hashing == [False, False]
+
+
+async def test_nobody_hashes_a_body_in_advance(store_url: str, hashing: list[bool]) -> None:
+    """Who is served at once, and who waits where no place was left, needs no fingerprint; who leaves does."""
+    async with mock_engine(EngineConfig(), speed=4) as mock, gateway(store_url, {"a": mock.url}) as world:
+        assert (await world.visit(BODY)).status == 200
+        release = await world.hold(1000)
+        given_up = await wait_in_queue(world)
+        assert hashing == []
+        await leave(*given_up)
+        assert hashing == [True]
+        long = await wait_in_queue(world, chat(max_tokens=100, user="x" * 600_000))
+        await leave(*long)
+        assert hashing == [True, False]
+        release()
+        assert (await world.visit(BODY)).status == 200
+        assert hashing == [True, False]
+        await world.quiet()
+
+
+async def test_a_gateway_that_shuts_down_leaves_the_places_of_its_clients(store_url: str) -> None:
+    async with gateway(store_url, {"a": NOWHERE}) as world:
+        release = await world.hold(1000)
+        _, waiting = await wait_in_queue(world)
+        world.calls.drain()
+        assert error(await waiting) == (503, "draining")
+        await soon(lambda: world.store.exists(fleet_keys(world.ledger.fleet)[16]), "its place is remembered")
         release()
         await world.quiet()
 

@@ -113,10 +113,15 @@ async def test_a_gateway_that_shuts_down_leaves_the_places_of_its_clients(path: 
         assert await finish(behind, again) == [again, behind]
 
 
-async def test_who_was_told_an_answer_left_no_place(path: str) -> None:
+async def test_who_waited_in_vain_left_no_place(path: str) -> None:
+    """The gateway's own timer decides; the store's deadline has not come."""
     async with busy(path) as (w, first, _, running):
-        waiting = Waiting(first, SHORT, wait_ms=50)
-        await eventually(waiting.task.done)
+        waiting = Waiting(first, SHORT)
+        await joined(w, 1)
+        waiting.ask._waited_out()
+        refusal = await waiting.task
+        assert isinstance(refusal, Refusal)
+        assert refusal.code is Code.QUEUE_TIMEOUT
         waiting.ask.settle(None, None)
         await joined(w, 0)
         assert not w.store.exists(w.key("places"))
