@@ -456,8 +456,9 @@ def snapshot_of(books: Books) -> Snapshot:
             sum(c.blocks for c in waiting.get(name, [])),
             books.weights.get(name, 0),
             int(name in books.parked),
+            resume=books.resume.get(name, -1),
         )
-        for name in dict.fromkeys([*waiting, *books.tags, *books.weights])
+        for name in dict.fromkeys([*waiting, *books.tags, *books.weights, *books.resume])
     }
     return Snapshot(
         fleet=books.config,
@@ -474,7 +475,9 @@ def snapshot_of(books: Books) -> Snapshot:
         blocked=books.blocked,
         owners=books.owners,
         sessions={owner: _session(books, owner) for owner in books.sessions},
-        indexes=_indexes(calls.values(), flows),
+        indexes=_indexes(books, flows),
+        place_ends={place.member: place.end for place in books.places},
+        once={call.once: id_ for id_, call in calls.items() if call.once},
     )
 
 
@@ -500,7 +503,8 @@ def _session(books: Books, owner: str) -> SessionRecord:
     )
 
 
-def _indexes(calls: Iterable[Call], flows: dict[tuple[str, str, str], Flow]) -> dict[str, frozenset[str]]:
+def _indexes(books: Books, flows: dict[tuple[str, str, str], Flow]) -> dict[str, frozenset[str]]:
+    calls = books.calls.values()
     queued = [c for c in calls if c.state == "queued"]
     waiting = {(c.lane, c.class_, c.key) for c in queued}
     return {
@@ -517,4 +521,5 @@ def _indexes(calls: Iterable[Call], flows: dict[tuple[str, str, str], Flow]) -> 
             f"{f[0]}:{f[1]}:{flows[f].tag:016d}:{f[2]}" for f in waiting if not flows[f].parked
         ),
         "parked": frozenset(f"{f[2]}:{f[0]}:{f[1]}" for f in waiting if flows[f].parked),
+        "places": frozenset(place.member for place in books.places),
     }
