@@ -14,15 +14,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gateway import __version__
+from gateway import __version__, all_fleets
 from gateway.call import Fleet
 from gateway.config import ConfigError, Jwt, PriorityClass, Secrets, Settings, Upstream, load_keys, text_of
 from gateway.config import Fleet as FleetSettings
+from gateway.core import quota
+from gateway.core.books import FleetConfig
 from gateway.core.events import Event as Fact
 from gateway.core.lifecycle import Event
 from gateway.flow import Flow
 from gateway.http.admin import create_api
-from gateway.http.auth import Callers, Keyring, TrustedHeader, anonymous
+from gateway.http.auth import Callers, Key, Keyring, TrustedHeader, anonymous
 from gateway.http.errors import safe_request_id
 from gateway.http.proxy import Calls, ClassTerms, EdgeSettings, Proxy
 from gateway.http.signed import MISSING as SIGNED_MISSING
@@ -82,17 +84,7 @@ class FleetRoom:
         names = frozenset(fleet.models)
         self.watch = FleetWatch(_replica_specs(fleet), names, self._on_change, scraper=scraper)
         self.engines = WatchedEngines(_plan(settings, fleet), self.watch)
-        store = settings.store
-        held = 0.0 if store.on_outage == "refuse" else store.hold_seconds
-        self.ledger = ValkeyLedger(
-            store.url,
-            fleet.name,
-            self.engines.books_config,
-            HoldLimits(held, store.hold_calls_max, store.hold_bytes_max),
-            observer,
-            keep_lost=store.on_lease_lost == "keep",
-            share_seconds=store.share_seconds if store.on_outage == "share" else 0.0,
-        )
+        self.ledger = _ledger(settings, fleet.name, self.engines.books_config, observer)
         self.fleet = Fleet(fleet.name, self.engines, self.ledger)
         self.models = fleet.models
 
@@ -105,17 +97,59 @@ class FleetRoom:
 
     async def state(self) -> dict[str, Any]:
         """What the store holds of the fleet; it is not asked while it is known to be away."""
-        with contextlib.suppress(StoreAway):
-            if self.ledger.away_seconds is None:
-                return await self.ledger.state()
-        sums = dict.fromkeys(("reserved", "debt", "leases", "queue"))
-        return {"pools": {}, **sums, "queued": {}, "keys": {}}
+        return await _state_of(self.ledger)
 
     async def _on_change(self, names: frozenset[str]) -> None:
         self.engines.changed()
         self.ledger.reconfigure()
         for name in names:
             await self.ledger.observe(name, self.watch.is_up(name))
+
+
+class LimitsRoom:
+    """The ledger of the limits over all fleets.  It speaks to the store from the moment that some key has such limits,
+    and then until the end: what was used of them has to be corrected when the key is gone, too."""
+
+    def __init__(self, settings: Settings, observer: Callable[[Fact], None]) -> None:
+        self.needed = asyncio.Event()
+        self._needed_at_start = False
+        self._settings = settings
+        self.ledger = _ledger(settings, quota.ALL_FLEETS, self._books_config, observer)
+
+    def use(self, settings: Settings) -> None:
+        self._settings = settings
+        self.ledger.reconfigure()
+
+    def note(self, keys: Iterable[Key]) -> None:
+        """Those that may call from now on."""
+        if any(key.all_fleets for key in keys):
+            self.needed.set()
+
+    @property
+    def ready(self) -> bool:
+        """A change of the keys that makes it needed does not take the gateway out until it serves."""
+        return self.ledger.ready or not (self._needed_at_start or self.ledger.opened)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        self._needed_at_start = self.needed.is_set()
+        await self.needed.wait()
+        await self.ledger.run()
+
+    async def close(self, seconds: float) -> None:
+        if self.needed.is_set():
+            await self.ledger.close(seconds)
+
+    async def state(self) -> dict[str, Any] | None:
+        """What is held within the limits and who waits for them; None while no key has any."""
+        if not self.needed.is_set():
+            return None
+        state = await _state_of(self.ledger)
+        keys = {name: {"requests": held["requests"]} for name, held in state["keys"].items()}
+        return {"leases": state["leases"], "queue": state["queue"], "queued": state["queued"], "keys": keys}
+
+    def _books_config(self) -> FleetConfig:
+        return all_fleets.books_config(*_leases_ms(self._settings), _class_shares(self._settings))
 
 
 class Gateway:
@@ -147,8 +181,9 @@ class Gateway:
         self._workers = self._join(place) if place else None
         self._call_records = CallRecords()
         self._rooms = [FleetRoom(settings, fleet, secrets, self._observe) for fleet in settings.fleets]
+        self._limits = LimitsRoom(settings, self._observe)
         self._keys = Keyring((), None if settings.auth.required else anonymous(settings.default_class))
-        self._book = KeyBook(self._keys)
+        self._book = KeyBook(self._keys, self._limits.note)
         self._callers = Callers(self._keys, _trusted_header(settings))
         self._followed = [*self._follow_keys(), *self._follow_signatures(), *self._follow_settings()]
         in_store = settings.auth.keys_in_store
@@ -159,7 +194,7 @@ class Gateway:
         self._models: dict[str, Fleet] = {}
         self._name_models()
         self._proxy = Proxy(
-            Flow(self._counter, self._upstream),
+            Flow(self._counter, self._upstream, self._limits.ledger),
             self._callers,
             self._models,
             _edge_settings(settings, secrets),
@@ -234,6 +269,7 @@ class Gateway:
         self._settings = settings
         for room, fleet in zip(self._rooms, settings.fleets, strict=True):
             room.use(settings, fleet)
+        self._limits.use(settings)
         self._name_models()
         self._proxy.use(_edge_settings(settings, self._secrets))
         self._metrics.know(_metric_names(settings), [c.name for c in settings.classes])
@@ -254,6 +290,7 @@ class Gateway:
                 await asyncio.gather(*(room.watch.tried() for room in self._rooms))
         for room in self._rooms:
             self._tasks.append(loop.create_task(room.ledger.run()))
+        self._tasks.append(loop.create_task(self._limits.run()))
         self._tasks.append(loop.create_task(self.calls.watch_writes()))
         self._tasks += [loop.create_task(watch.run()) for watch in self._followed]
         if self._settings.auth.keys_in_store or self._secrets.admin_token:
@@ -283,7 +320,8 @@ class Gateway:
 
     async def stop(self) -> None:
         """Give back what is still held, then end everything."""
-        await asyncio.gather(*(room.ledger.close(SETTLE_SECONDS) for room in self._rooms))
+        closing = [room.ledger.close(SETTLE_SECONDS) for room in self._rooms]
+        await asyncio.gather(self._limits.close(SETTLE_SECONDS), *closing)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -308,6 +346,8 @@ class Gateway:
                 return f"the store does not answer, or was just started and does not admit yet: {room.fleet.name}"
             if not any(state.up for state in room.watch.states()):
                 return f"no replica of fleet {room.fleet.name} is up"
+        if not self._limits.ready:
+            return "the store does not answer for limits.all_fleets"
         return "" if self._shared.up_to_date else "the keys in the store were not read yet"
 
     async def state(self) -> dict[str, Any]:
@@ -318,7 +358,8 @@ class Gateway:
             fleets[room.fleet.name] = {**await room.state(), "inflight": inflight.get(room.fleet.name, 0)}
         counts = ("reserved", "debt", "leases", "queue", "inflight")
         sums = {name: _sum(fleet[name] for fleet in fleets.values()) for name in counts}
-        return {"fleets": fleets, **sums, "ready": not self.problem()}
+        limits = await self._limits.state()
+        return {"fleets": fleets, **sums, quota.ALL_FLEETS: limits, "ready": not self.problem()}
 
     async def _render_metrics(self) -> tuple[bytes, str]:
         now = asyncio.get_running_loop().time()
@@ -326,6 +367,7 @@ class Gateway:
             self._state_read_at = now
             for room in self._rooms:
                 self._metrics.set_state(room.fleet.name, await room.state())
+            self._metrics.set_state(quota.ALL_FLEETS, await self._limits.state() or {})
         roll = await self._workers.call_roll() if self._workers else None
         return await asyncio.to_thread(self._metrics.page(roll)), CONTENT_TYPE
 
@@ -353,6 +395,30 @@ class Gateway:
         await receive()
         await self.stop()
         await send({"type": "lifespan.shutdown.complete"})
+
+
+def _ledger(
+    settings: Settings, name: str, config: Callable[[], FleetConfig], observer: Callable[[Fact], None]
+) -> ValkeyLedger:
+    store = settings.store
+    held = 0.0 if store.on_outage == "refuse" else store.hold_seconds
+    return ValkeyLedger(
+        store.url,
+        name,
+        config,
+        HoldLimits(held, store.hold_calls_max, store.hold_bytes_max),
+        observer,
+        keep_lost=store.on_lease_lost == "keep",
+        share_seconds=store.share_seconds if store.on_outage == "share" else 0.0,
+    )
+
+
+async def _state_of(ledger: ValkeyLedger) -> dict[str, Any]:
+    with contextlib.suppress(StoreAway):
+        if ledger.away_seconds is None:
+            return await ledger.state()
+    sums = dict.fromkeys(("reserved", "debt", "leases", "queue"))
+    return {"pools": {}, **sums, "queued": {}, "keys": {}}
 
 
 def _with_request_id(send: Send, request_id: str) -> Send:
@@ -395,6 +461,16 @@ def _trusted_header(settings: Settings) -> TrustedHeader | None:
     return TrustedHeader(header.name, header.from_) if header else None
 
 
+def _leases_ms(settings: Settings) -> tuple[int, int]:
+    """Lease and heartbeat."""
+    return round(settings.store.lease_seconds * 1000), round(settings.store.heartbeat_seconds * 1000)
+
+
+def _class_shares(settings: Settings) -> tuple[tuple[str, int], ...]:
+    """In thousandths."""
+    return tuple((class_.name, round(class_.share * 1000)) for class_ in settings.classes)
+
+
 def _replica_specs(fleet: FleetSettings) -> list[ReplicaSpec]:
     defaults = ReplicaSpec("", "", "")
     return [
@@ -414,6 +490,7 @@ def _replica_specs(fleet: FleetSettings) -> list[ReplicaSpec]:
 
 
 def _plan(settings: Settings, fleet: FleetSettings) -> FleetPlan:
+    lease_ms, heartbeat_ms = _leases_ms(settings)
     return FleetPlan(
         name=fleet.name,
         model=fleet.model,
@@ -427,9 +504,9 @@ def _plan(settings: Settings, fleet: FleetSettings) -> FleetPlan:
         overtake_blocks=fleet.overtake_blocks,
         pools=tuple((pool.name, pool.max_prompt_tokens) for pool in fleet.pools),
         lanes=fleet.lanes,
-        classes=tuple((class_.name, round(class_.share * 1000)) for class_ in settings.classes),
-        lease_ms=round(settings.store.lease_seconds * 1000),
-        heartbeat_ms=round(settings.store.heartbeat_seconds * 1000),
+        classes=_class_shares(settings),
+        lease_ms=lease_ms,
+        heartbeat_ms=heartbeat_ms,
     )
 
 

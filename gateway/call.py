@@ -12,7 +12,7 @@ from gateway.core.estimate import Demand
 from gateway.core.identity import Identity
 from gateway.core.lifecycle import Event, Phase, Step
 from gateway.core.outcomes import Code, Outcome, Refusal
-from gateway.core.quota import Charge, Quota
+from gateway.core.quota import AllFleets, Charge, Quota
 from gateway.core.request import GenerationRequest
 from gateway.core.route import KeyLimits
 from gateway.core.sse import Usage
@@ -42,6 +42,8 @@ class Terms(msgspec.Struct, frozen=True):
     wait_ms: int
     queue_max: int
     queue_key_max: int
+    all_fleets: AllFleets | None = None
+    """None = no limits over all fleets."""
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +72,9 @@ class Call:
     phase: Phase = Phase.ESTIMATING
     demand: Demand | None = None
     charges: tuple[Charge, ...] = ()
-    """What it takes of its key's rate quotas."""
+    """What it takes of its key's rate quotas in its fleet."""
+    all_fleets_charges: tuple[Charge, ...] = ()
+    """The same over all fleets."""
     grant: Grant | None = None
     tried: list[str] = field(default_factory=list)
     """Replicas that failed."""

@@ -182,13 +182,22 @@ def _check_models(entries: "Sequence[KeyEntry]", settings: "Settings") -> None:
 
 
 def _verify(parsed: argparse.Namespace) -> int:
-    """0: the books hold; 1: they do not, one line for each violation; 2: nothing can be said."""
-    from gateway.ledger.verify import verify
+    """0: the books hold; 1: they do not, one line for each violation; 2: nothing can be said.
+
+    There are books of the limits over all fleets once a key has had some.
+    """
+    from gateway.core.quota import ALL_FLEETS
+    from gateway.ledger.verify import NotKnown, verify
 
     url, fleets = _books_to_verify(parsed)
     broken = False
     for fleet in fleets:
-        report = asyncio.run(verify(url, fleet))
+        try:
+            report = asyncio.run(verify(url, fleet))
+        except NotKnown:
+            if fleet != ALL_FLEETS or parsed.fleet is not None:
+                raise
+            continue
         broken = broken or bool(report.violations)
         print("\n".join(_report_lines(report)))
     return 1 if broken else 0
@@ -197,6 +206,7 @@ def _verify(parsed: argparse.Namespace) -> int:
 def _books_to_verify(parsed: argparse.Namespace) -> tuple[str, Sequence[str]]:
     """The store's URL and the names of the fleets."""
     from gateway.config import ConfigError, load
+    from gateway.core.quota import ALL_FLEETS
 
     if parsed.store is not None:
         if parsed.fleet is None:
@@ -205,7 +215,7 @@ def _books_to_verify(parsed: argparse.Namespace) -> tuple[str, Sequence[str]]:
     settings = load(parsed.config, os.environ)
     if settings.store.url == "embedded":
         raise ConfigError("store.url", "an embedded store is reached by --store unix://... and --fleet only")
-    names = [fleet.name for fleet in settings.fleets]
+    names = [*(fleet.name for fleet in settings.fleets), ALL_FLEETS]
     if parsed.fleet is None:
         return settings.store.url, names
     if parsed.fleet not in names:

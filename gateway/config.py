@@ -226,8 +226,22 @@ class Settings(_Strict, frozen=True, kw_only=True):
         return "normal" if "normal" in names else names[-1]
 
 
+class AllFleetsLimits(_Strict, frozen=True, kw_only=True):
+    """What holds over all fleets together.  None = no limit."""
+
+    requests_max: CountOrZero | None = None
+    requests_per_minute: Count | None = None
+    requests_per_day: Count | None = None
+    prompt_tokens_per_minute: Count | None = None
+    prompt_tokens_per_day: Count | None = None
+    output_tokens_per_minute: Count | None = None
+    output_tokens_per_day: Count | None = None
+    minute_burst: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """The part of a minute's quota that may be used at once."""
+
+
 class Limits(_Strict, frozen=True, kw_only=True):
-    """What one key, or all keys of one group together, may have.  None = no limit."""
+    """What one key, or all keys of one group together, may have of each fleet.  None = no limit."""
 
     requests_max: CountOrZero | None = None
     blocks_max: Count | None = None
@@ -241,6 +255,7 @@ class Limits(_Strict, frozen=True, kw_only=True):
     output_tokens_per_day: Count | None = None
     minute_burst: Annotated[float, Meta(gt=0, le=1)] = 1.0
     """The part of a minute's quota that may be used at once."""
+    all_fleets: AllFleetsLimits | None = None
 
 
 class KeyEntry(_Strict, frozen=True, kw_only=True):

@@ -9,8 +9,11 @@ why, and `core/lifecycle.py` what that means.
 
 import asyncio
 import time
+from collections.abc import Sequence
 from functools import partial
 
+from gateway import all_fleets
+from gateway.all_fleets import Joint
 from gateway.call import Call, Client, Relay
 from gateway.core.blocks import used_blocks
 from gateway.core.estimate import Demand, held_cost, prompt_tokens, token_bounds
@@ -18,10 +21,10 @@ from gateway.core.lifecycle import Action, Event, Step
 from gateway.core.outcomes import Code, Refusal
 from gateway.core.prefill import PrefillTimes
 from gateway.core.prompt import Prompt, PromptTokens
-from gateway.core.quota import Units, charges, corrections, never_fits
+from gateway.core.quota import Units, charges, never_fits
 from gateway.core.request import forward
 from gateway.core.route import candidate_lanes, hopeless, route
-from gateway.ledger.api import Grant, Reservation
+from gateway.ledger.api import Grant, Ledger, Reservation
 from gateway.tokens.api import Counted, Counter
 from gateway.turns import Turns
 from gateway.upstream.api import Upstream, UpstreamFailed, UpstreamRequest
@@ -41,9 +44,11 @@ ATTEMPTS_MAX = 2
 class Flow:
     """Serves calls; one for the process."""
 
-    def __init__(self, counter: Counter, upstream: Upstream) -> None:
+    def __init__(self, counter: Counter, upstream: Upstream, limits: Ledger) -> None:
+        """`limits`: the books of those that keys have over all fleets together."""
         self._counter = counter
         self._upstream = upstream
+        self._limits = limits
         self._prefill_times = PrefillTimes()
         self._turns = Turns()
 
@@ -65,11 +70,9 @@ class Flow:
         if isinstance(demand, Refusal):
             return demand
         call.demand = demand
-        if call.terms.quotas:
-            call.charges = charges(call.terms.quotas, demand.units)
-            refusal = never_fits(call.charges)
-            if refusal:
-                return refusal
+        refusal = _charge(call, demand)
+        if refusal:
+            return refusal
         if call.once and not call.identity.is_quick:
             await asyncio.to_thread(call.identity.fingerprint)
         call.advance(Event.COUNTED)
@@ -83,9 +86,7 @@ class Flow:
 
     async def _admit(self, call: Call, demand: Demand, client: Client) -> Refusal | Step | None:
         """As `_serve`, of one reservation.  Raises _UnknownReplica."""
-        reservation = call.fleet.ledger.open(
-            call.admission(demand), partial(call.interrupt, Event.LEASE_LOST)
-        )
+        reservation = self._open(call, demand)
         try:
             answer = await reservation.granted()  # admit, and wait
             while isinstance(answer, Grant):
@@ -98,20 +99,29 @@ class Flow:
                 answer = await reservation.moved(answer.replica)
             return answer
         finally:
-            reservation.settle(*_held(call, demand), _quota_corrections(call, demand))
+            reservation.settle(*_held(call, demand), _counted(call, demand))
+
+    def _open(self, call: Call, demand: Demand) -> Reservation:
+        """Nothing is asked yet.  Who has limits over all fleets needs a place within those first."""
+        ledger, wanted = call.fleet.ledger, call.admission(demand)
+        lost = partial(call.interrupt, Event.LEASE_LOST)
+        limits = call.terms.all_fleets
+        if limits is None:
+            return ledger.open(wanted, lost)
+        within = self._limits.open(all_fleets.admission(call, limits), all_fleets.keep_running)
+        return Joint(within, ledger, wanted, lost)
 
     # -- estimate ------------------------------------------------------------------------------------------------
 
     async def _estimate(self, call: Call) -> Demand | Refusal:
         """The call's demand; hopeless and saturated calls are refused on bytes, before their tokens are counted."""
         shape, request, limits = call.fleet.engines.shape(), call.request, call.terms.limits
-        ledger = call.fleet.ledger
-        if ledger.refused_lately or len(request.body) > COUNTED_AT_ONCE_BYTES_MAX:
+        if self._refused_lately(call) or len(request.body) > COUNTED_AT_ONCE_BYTES_MAX:
             low, high = token_bounds(request, shape.token_factor)
             refusal = hopeless(shape, request, low, limits)
             if refusal is None:
                 lanes = candidate_lanes(shape, request, low, high, limits)
-                refusal = ledger.known_refusal(lanes, call.terms.class_, call.terms.key)
+                refusal = self._known_refusal(call, lanes)
             if refusal:
                 return refusal
         counts = [await self._count(prompt, shape.token_factor) for prompt in request.prompts]
@@ -121,6 +131,17 @@ class Flow:
                 Code.CAPACITY_EXCEEDED, "too many long prompts are being counted at once", retry_ms=1000
             )
         return demand
+
+    def _refused_lately(self, call: Call) -> bool:
+        limited = call.terms.all_fleets is not None and self._limits.refused_lately
+        return limited or call.fleet.ledger.refused_lately
+
+    def _known_refusal(self, call: Call, lanes: Sequence[str]) -> Refusal | None:
+        class_, key = call.terms.class_, call.terms.key
+        known = call.fleet.ledger.known_refusal(lanes, class_, key)
+        if known is None and call.terms.all_fleets is not None:
+            return self._limits.known_refusal((all_fleets.LANE,), class_, key)
+        return known
 
     async def _count(self, prompt: Prompt, factor: float) -> Counted:
         if isinstance(prompt, PromptTokens):
@@ -181,6 +202,16 @@ class Flow:
         return asyncio.get_running_loop().call_later(seconds, reservation.first_token)
 
 
+def _charge(call: Call, demand: Demand) -> Refusal | None:
+    """Note what it takes of each quota of its key; refused where a full one does not hold that."""
+    terms = call.terms
+    if terms.quotas:
+        call.charges = charges(terms.quotas, demand.units)
+    if terms.all_fleets is not None:
+        call.all_fleets_charges = charges(terms.all_fleets.quotas, demand.units)
+    return never_fits(call.charges) or never_fits(call.all_fleets_charges)
+
+
 class _UnknownReplica(Exception):
     """No place was found on a replica that this process knows."""
 
@@ -215,9 +246,9 @@ def _held(call: Call, demand: Demand) -> tuple[int | None, int | None]:
     return unshared_blocks_used(call, demand), held_cost(demand.unshared_blocks, held_seconds)
 
 
-def _quota_corrections(call: Call, demand: Demand) -> list[int]:
-    """What nobody got is not charged; of an answer what was generated, as far as it is known."""
-    return corrections(call.charges, units_used(call, demand)) if call.charges else []
+def _counted(call: Call, demand: Demand) -> Units | None:
+    """What quotas count of it; None where its key has none."""
+    return units_used(call, demand) if call.charges or call.all_fleets_charges else None
 
 
 def units_used(call: Call, demand: Demand) -> Units:

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from gateway.config import ConfigError, KeyEntry, Limits, parse_key
+from gateway.config import AllFleetsLimits, ConfigError, KeyEntry, Limits, parse_key
 from gateway.core import quota
 from gateway.http.auth import NO_SECRET, Key, Keyring
 
@@ -52,11 +52,13 @@ class Entries:
 class KeyBook:
     """Keeps a keyring up to date with its two sources."""
 
-    def __init__(self, ring: Keyring) -> None:
+    def __init__(self, ring: Keyring, observer: Callable[[Sequence[Key]], None] = lambda _: None) -> None:
+        """`observer` is told of all keys before they are in use."""
         self.file = Entries()
         self.stored = Entries()
         """As the store has them; not all may be in use."""
         self._ring = ring
+        self._observer = observer
         self._told: set[str] = set()
 
     def use_file(self, entries: Entries) -> None:
@@ -76,7 +78,9 @@ class KeyBook:
         """All at once, so that no call meets half of a change."""
         digests = {key.digest for key in self.file.keys} - {NO_SECRET}
         used = [key for key in self.stored.keys if not self._is_shadowed(key, digests)]
-        self._ring.replace([*(self._in_its_group(key) for key in used), *self.file.keys])
+        keys = [*(self._in_its_group(key) for key in used), *self.file.keys]
+        self._observer(keys)
+        self._ring.replace(keys)
 
     def _is_shadowed(self, key: Key, digests: set[bytes]) -> bool:
         if key.name not in self.file.by_name and key.digest not in digests:
@@ -160,9 +164,20 @@ def key_of(entry: KeyEntry) -> Key:
         context_tokens_max=limits.context_tokens_max,
         max_output_tokens=limits.max_output_tokens,
         quotas=quota.of_limits(msgspec.structs.asdict(limits), limits.minute_burst),
+        all_fleets=_over_all(limits.all_fleets),
         expires_ms=entry.expires_ms,
         digest=bytes.fromhex(entry.sha256) if entry.sha256 else NO_SECRET,
     )
+
+
+def _over_all(limits: AllFleetsLimits | None) -> quota.AllFleets | None:
+    """None where nothing is limited: such a key's calls ask their fleet alone."""
+    if limits is None:
+        return None
+    quotas = quota.of_limits(msgspec.structs.asdict(limits), limits.minute_burst, quota.ALL_FLEETS_LIMITS)
+    if limits.requests_max is None and not quotas:
+        return None
+    return quota.AllFleets(limits.requests_max, quotas)
 
 
 def row_of(entry: KeyEntry) -> dict[str, Any]:
@@ -173,15 +188,18 @@ def row_of(entry: KeyEntry) -> dict[str, Any]:
         "weight": entry.weight,
         "group": entry.group,
         "models": entry.models,
-        "limits": _stated(entry.limits),
+        "limits": _stated(entry.limits, Limits()),
         "expires": None if entry.expires_ms is None else _date_text(entry.expires_ms),
         "sha256": entry.sha256 and entry.sha256[:DIGEST_SHOWN],
     }
 
 
-def _stated(limits: Limits) -> dict[str, Any]:
-    values, defaults = msgspec.to_builtins(limits), msgspec.to_builtins(Limits())
-    return {name: value for name, value in values.items() if value != defaults[name]}
+def _stated(limits: Limits | AllFleetsLimits, default: Limits | AllFleetsLimits) -> dict[str, Any]:
+    values, defaults = msgspec.structs.asdict(limits), msgspec.structs.asdict(default)
+    stated = {name: value for name, value in values.items() if value != defaults[name]}
+    if isinstance(limits, Limits) and limits.all_fleets:
+        stated[quota.ALL_FLEETS] = _stated(limits.all_fleets, AllFleetsLimits())
+    return stated
 
 
 def _date_text(expires_ms: int) -> str:

@@ -7,13 +7,14 @@ where it counts.
 
 import argparse
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from gateway import adminclient, keysfile
 from gateway.adminclient import AdminClient, AdminError, field, segment
-from gateway.config import ConfigError, Limits, load_keys, parse_keys
+from gateway.config import AllFleetsLimits, ConfigError, Limits, load_keys, parse_keys
+from gateway.core.quota import ALL_FLEETS
 from gateway.http.auth import new_key
 from gateway.keybook import row_of
 
@@ -171,7 +172,7 @@ def _entry(parsed: argparse.Namespace, digest: str | None) -> dict[str, Any]:
         "weight": parsed.weight,
         "group": parsed.group,
         "models": _models(parsed.models),
-        "limits": dict(_limits(parsed.limit)) or None,
+        "limits": _nested(_limits(parsed.limit)) or None,
         "expires": parsed.expires,
     }
     entry = {name: value for name, value in stated.items() if value is not None}
@@ -189,7 +190,9 @@ def _models(option: str | None) -> list[str] | None:
 
 
 def _limit_names() -> tuple[str, ...]:
-    return Limits.__struct_fields__
+    """Those that hold over all fleets as `all_fleets.requests_max`."""
+    own = (name for name in Limits.__struct_fields__ if name != ALL_FLEETS)
+    return (*own, *(f"{ALL_FLEETS}.{name}" for name in AllFleetsLimits.__struct_fields__))
 
 
 def _limits(options: Sequence[str]) -> list[tuple[str, int | float]]:
@@ -206,12 +209,30 @@ def _limits(options: Sequence[str]) -> list[tuple[str, int | float]]:
     return list(found.items())
 
 
+def _nested(limits: Sequence[tuple[str, int | float]]) -> dict[str, Any]:
+    """As the file has them."""
+    found: dict[str, Any] = {}
+    for name, value in limits:
+        section, _, inner = name.rpartition(".")
+        (found.setdefault(section, {}) if section else found)[inner] = value
+    return found
+
+
 # The table --------------------------------------------------------------------------------------------------
+
+
+def _flat(limits: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """As `--limit` takes them."""
+    for name, value in limits.items():
+        if isinstance(value, Mapping):
+            yield from ((f"{name}.{inner}", each) for inner, each in value.items())
+        else:
+            yield name, value
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
     """Of the limits those that differ from the defaults; of a key in a group they are the group's."""
-    limits = ",".join(f"{name}={value}" for name, value in row["limits"].items())
+    limits = ",".join(f"{name}={value}" for name, value in _flat(row["limits"]))
     return [
         row["name"],
         row["class"],

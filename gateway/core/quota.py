@@ -25,6 +25,13 @@ that it locks a key out for years, or that a number grows beyond what the ledger
 REQUESTS = "requests"
 TOKENS = "tokens"
 
+LIMITS = "limits"
+"""The section of a key's settings whose limits hold for each fleet by itself."""
+ALL_FLEETS = "all_fleets"
+"""The section inside it whose limits hold over all fleets together, and the name of the books that keep them: no fleet
+can be called that, for their names have no `_`."""
+ALL_FLEETS_LIMITS = f"{LIMITS}.{ALL_FLEETS}"
+
 
 class Units(msgspec.Struct, frozen=True):
     """What quotas count of a call."""
@@ -41,12 +48,19 @@ class Quota(msgspec.Struct, frozen=True):
     """Units a window."""
     capacity: int
     """Units in a full bucket; at most the limit."""
+    section: str = LIMITS
+    """Of the key's settings."""
 
     @property
     def name(self) -> str:
-        """Of the setting."""
+        """Of the setting in its section."""
         unit, window, _ = BUCKETS[self.bucket]
         return f"{unit}_per_{window}"
+
+    @property
+    def setting(self) -> str:
+        """As messages name it."""
+        return f"{self.section}.{self.name}"
 
     @property
     def counts(self) -> str:
@@ -91,6 +105,14 @@ class Charge(msgspec.Struct, frozen=True):
         return self.units * BUCKETS[self.quota.bucket][2] // self.quota.limit
 
 
+class AllFleets(msgspec.Struct, frozen=True):
+    """What a key may have of all fleets together."""
+
+    requests_max: int | None = None
+    """Calls at once; None = no limit."""
+    quotas: tuple[Quota, ...] = ()
+
+
 class Left(msgspec.Struct, frozen=True):
     """A quota as a client is told of it."""
 
@@ -100,14 +122,16 @@ class Left(msgspec.Struct, frozen=True):
     """Until it is full."""
 
 
-def of_limits(limits: Mapping[str, int | None], minute_burst: float) -> tuple[Quota, ...]:
+def of_limits(
+    limits: Mapping[str, int | None], minute_burst: float, section: str = LIMITS
+) -> tuple[Quota, ...]:
     """The quotas among a key's limits; `minute_burst` is the part of a minute's that may be used at once."""
     found = []
     for bucket, (_, window, _) in enumerate(BUCKETS):
         limit = limits.get(Quota(bucket, 1, 1).name)
         if limit is not None:
             burst = minute_burst if window == "minute" else 1.0
-            found.append(Quota(bucket, limit, max(int(limit * burst), 1)))
+            found.append(Quota(bucket, limit, max(int(limit * burst), 1), section))
     return tuple(found)
 
 
@@ -122,7 +146,7 @@ def never_fits(taken: Sequence[Charge]) -> Refusal | None:
         quota = charge.quota
         if charge.units > quota.capacity:
             message = (
-                f"the request may take {charge.units} {quota.counts.replace('_', ' ')}, the key's limits.{quota.name} "
+                f"the request may take {charge.units} {quota.counts.replace('_', ' ')}, the key's {quota.setting} "
                 f"gives at most {quota.capacity} at once"
             )
             return Refusal(Code.KEY_CAP_EXCEEDED, message, should_retry=False)
@@ -156,7 +180,7 @@ def refusal(taken: Sequence[Charge], bucket: int, left_us: int, retry_ms: int) -
     quota = charge.quota
     message = (
         f"the request may take {charge.units} {quota.counts.replace('_', ' ')}, "
-        f"{quota.units_in(left_us)} are left of the key's limits.{quota.name}, which is {quota.limit}"
+        f"{quota.units_in(left_us)} are left of the key's {quota.setting}, which is {quota.limit}"
     )
     left = Left(quota, quota.units_in(left_us), quota.microseconds(quota.capacity) - left_us)
     return Refusal(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 from typing import Protocol
 
-from gateway.core.quota import Quota
+from gateway.core.quota import AllFleets, Quota
 from gateway.http.body import Scope
 
 SECRET_PREFIX = "kvg_"
@@ -39,6 +39,8 @@ class Key:
     context_tokens_max: int | None = None
     max_output_tokens: int | None = None
     quotas: tuple[Quota, ...] = ()
+    all_fleets: AllFleets | None = None
+    """What holds over all fleets together; the limits above hold for each by itself."""
     expires_ms: int | None = None
     """Epoch milliseconds."""
     digest: bytes = field(default=NO_SECRET, repr=False)

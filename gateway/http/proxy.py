@@ -68,7 +68,10 @@ LINGER_BYTES_MAX = 16 * 1024 * 1024
 STALL_CHECK_SECONDS = 1.0
 CUTS_MAX = 1_000
 """Keys whose last cut is remembered."""
-NO_REQUESTS = Refusal(Code.QUOTA_EXCEEDED, "the key would hold 1, its limits.requests_max is 0")
+NO_REQUESTS, NO_REQUESTS_AT_ALL = (
+    Refusal(Code.QUOTA_EXCEEDED, f"the key would hold 1, its {section}.requests_max is 0")
+    for section in (quota.LIMITS, quota.ALL_FLEETS_LIMITS)
+)
 _ENDPOINTS = {endpoint.value: endpoint for endpoint in Endpoint}
 DRAINING = Refusal(Code.DRAINING, "this gateway is shutting down", retry_ms=1000)
 
@@ -295,8 +298,9 @@ class Proxy:
         self, visit: _Visit, scope: Scope, headers: Mapping[bytes, bytes], body: bytes
     ) -> Call | Refusal:
         assert visit.key is not None
-        if visit.key.requests_max == 0:
-            return NO_REQUESTS
+        locked = _locked(visit.key)
+        if locked:
+            return locked
         request = await _parse(_ENDPOINTS[scope["path"]], body, self._settings.n_max)
         if isinstance(request, Refusal):
             return request
@@ -370,6 +374,7 @@ class Proxy:
             wait_ms=queue.wait_ms if deadline_ms is None else min(queue.wait_ms, deadline_ms),
             queue_max=queue.queue_max,
             queue_key_max=queue.queue_key_max,
+            all_fleets=key.all_fleets,
         )
 
     async def _refuse_early(self, visit: _Visit, refusal: Refusal, close: bool) -> None:
@@ -414,10 +419,11 @@ class Proxy:
         """What kvgate says about the call, on every answer that was admitted."""
         headers = [(b"x-request-id", call.request_id.encode())]
         if call.grant and call.demand:
+            waited_ms = call.grant.limited_ms + (call.grant.queue_ms if call.grant.queued else 0)
             headers += [
                 (b"x-kvgate-reserved-blocks", b"%d" % call.demand.blocks),
                 (b"x-kvgate-output-limit", b"%d" % call.demand.output_tokens),
-                (b"x-kvgate-queue-ms", b"%d" % (call.grant.queue_ms if call.grant.queued else 0)),
+                (b"x-kvgate-queue-ms", b"%d" % waited_ms),
                 (b"x-kvgate-pool", call.fleet.engines.pool(call.grant.replica).encode()),
             ]
             if self._settings.show_replica:
@@ -533,6 +539,15 @@ class _HttpClient:
             "body": self._relay.relayable_failure or error_event(refusal),
         }
         await _last_write(self._visit.send(last))
+
+
+def _locked(key: Key) -> Refusal | None:
+    """A key of no calls at all is refused before its body is read as JSON."""
+    if key.requests_max == 0:
+        return NO_REQUESTS
+    if key.all_fleets is not None and key.all_fleets.requests_max == 0:
+        return NO_REQUESTS_AT_ALL
+    return None
 
 
 async def _parse(endpoint: Endpoint, body: bytes, n_max: int) -> GenerationRequest | Refusal:

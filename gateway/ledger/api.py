@@ -7,7 +7,7 @@ import msgspec
 
 from gateway.core.identity import Identity
 from gateway.core.outcomes import Refusal
-from gateway.core.quota import Charge, Left
+from gateway.core.quota import LIMITS, Charge, Left, Units
 
 
 class Admission(msgspec.Struct, frozen=True):
@@ -43,6 +43,10 @@ class Admission(msgspec.Struct, frozen=True):
     """What it takes of its key's rate quotas."""
     body_bytes: int = 0
     """Memory that the call keeps while the store is away."""
+    waited_ms: int = 0
+    """What it has waited already of `wait_ms`, in other books."""
+    section: str = LIMITS
+    """Where the key's settings have its caps, for those who are told of one."""
 
 
 class Grant(msgspec.Struct, frozen=True):
@@ -57,6 +61,8 @@ class Grant(msgspec.Struct, frozen=True):
     """The wait that was expected then; None where nothing was known of how fast blocks come back."""
     left: tuple[Left, ...] = ()
     """Of its key's rate quotas, when it was admitted or got its ticket."""
+    limited_ms: int = 0
+    """Milliseconds before that, for its key's limits over all fleets."""
 
 
 class Reservation(Protocol):
@@ -80,10 +86,10 @@ class Reservation(Protocol):
         """The prompt has been computed: its share of the prefill budget is given back."""
         ...
 
-    def settle(self, used_blocks: int | None, cost: int | None, corrections: Sequence[int] = ()) -> None:
+    def settle(self, used_blocks: int | None, cost: int | None, used: Units | None = None) -> None:
         """Give everything back.  A second call does nothing.
 
-        `cost`: block-seconds really held, None = unknown; `corrections`: as `core.quota.corrections` makes them.
+        `cost`: block-seconds really held, None = unknown; `used`: what quotas count of it, None = as it was charged.
         """
         ...
 

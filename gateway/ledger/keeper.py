@@ -72,6 +72,8 @@ class Keeper:
         self._policy = 0
         """Number of the settings in the store when we last looked."""
         self._gate_open = False
+        self.opened = False
+        """The gate was open once."""
         self._differs = False
         self._listed = 0
         """Calls of ours in the list that the store last gave."""
@@ -124,6 +126,8 @@ class Keeper:
 
     async def run(self) -> None:
         """Until cancelled.  A failure of our own is logged and treated as an outage: everything starts anew."""
+        if self._away_since is not None:  # nobody has looked for it yet
+            self._away_since = self._now()
         while True:
             try:
                 await self._connect()
@@ -272,6 +276,7 @@ class Keeper:
     def _on_declared(self, result: Result) -> None:
         was_open, self._gate_open = self._gate_open, result[0] == "open"
         if self._gate_open and not was_open:
+            self.opened = True
             log.info("admission to fleet %s is open", self._ledger.fleet)
         if not self._gate_open:
             self._beat_at = min(self._beat_at, self._now() + GATE_SECONDS)

@@ -1,7 +1,7 @@
 """One call's guard on this process's side: what it asked for, what it was given, and giving it back once."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from enum import Enum, auto
 from functools import partial
 from typing import TYPE_CHECKING
@@ -79,7 +79,7 @@ class Ask:
         refusal = self._ledger.may_ask(self.admission)
         if refusal:
             return refusal
-        self.started_at = self._ledger.now()
+        self.started_at = self._ledger.now() - self.admission.waited_ms / 1000
         answer = self._expect()
         if not self._ledger.sharing.admit(self):
             self.ask()
@@ -108,14 +108,14 @@ class Ask:
             self._ledger.channel.free(["F", self.id], partial(self._on_claim, self.id))
         self._ledger.wake()
 
-    def settle(self, used_blocks: int | None, cost: int | None, corrections: Sequence[int] = ()) -> None:
+    def settle(self, used_blocks: int | None, cost: int | None, used: quota.Units | None = None) -> None:
         if self.phase in (Phase.SETTLING, Phase.GONE):
             return
         self._disarm()
         self._leaves = self._answer is None or not self._answer.done() or self._answer.cancelled()
         self._resolve(self._ledger.draining_refusal())
-        used = -1 if used_blocks is None else used_blocks
-        self._used = (used, -1 if cost is None else cost, list(corrections))
+        corrections = quota.corrections(self.admission.charges, used) if used is not None else []
+        self._used = (-1 if used_blocks is None else used_blocks, -1 if cost is None else cost, corrections)
         if self._recall():
             self.forget()
         elif self.phase is Phase.ASKED:

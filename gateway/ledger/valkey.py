@@ -115,6 +115,11 @@ class ValkeyLedger:
         return self._keeper.away_seconds
 
     @property
+    def opened(self) -> bool:
+        """The gate was open to this process at least once."""
+        return self._keeper.opened
+
+    @property
     def observed(self) -> Mapping[str, bool]:
         """Whether each replica answers that this process has seen stop or resume."""
         return self._keeper.observed
@@ -389,7 +394,7 @@ def _words(code: Code, knob: str, measured: int, limit: int, admission: Admissio
         case Code.KEY_CAP_EXCEEDED:
             return f"the request needs {measured} KV blocks, the key's limits.blocks_max is {limit}"
         case Code.QUOTA_EXCEEDED:
-            return f"the key would hold {measured}, its limits.{knob} is {limit}"
+            return f"the key would hold {measured}, its {admission.section}.{knob} is {limit}"
         case Code.QUEUE_FULL:
             return _words_of_full_queue(knob, measured, limit, admission.class_)
         case Code.DUPLICATE_IN_PROGRESS:

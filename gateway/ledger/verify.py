@@ -66,6 +66,10 @@ class NotVerified(OperatorError):
     """Nothing can be said about the books; the message is one line for the operator."""
 
 
+class NotKnown(NotVerified):
+    """The store has no books of that name."""
+
+
 @dataclass(frozen=True, slots=True)
 class Report:
     fleet: str
@@ -79,7 +83,9 @@ class Report:
 
 
 async def verify(url: str, fleet: str) -> Report:
-    """Read until two whole reads have a violation in common, or one has none.  Raises NotVerified."""
+    """Read until two whole reads have a violation in common, or one has none.  Raises NotVerified.
+
+    `fleet` is a fleet's name, or `core.quota.ALL_FLEETS`."""
     client = _client(url, fleet)
     try:
         return await _judge(client, fleet)
@@ -165,7 +171,7 @@ def _check_configured(fleet: str, meta: Mapping[bytes, bytes]) -> None:
             f"fleet {fleet}: the store holds layout {layout}, this kvgate reads layout {LAYOUT}"
         )
     if b"config" not in meta:
-        raise NotVerified(f"fleet {fleet}: the store does not know it; no gateway has configured it there")
+        raise NotKnown(f"fleet {fleet}: the store does not know it; no gateway has configured it there")
 
 
 # -- decoding --------------------------------------------------------------------------------------------------------

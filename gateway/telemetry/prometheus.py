@@ -24,6 +24,7 @@ from gateway.core.events import (
     StoreUp,
     TokenGaps,
 )
+from gateway.core.quota import ALL_FLEETS
 from gateway.telemetry.counted import Counted, Labels, Snapshot, Totals
 from gateway.telemetry.workers import RollCall
 
@@ -45,7 +46,8 @@ class _Known:
         self._classes = frozenset(classes)
 
     def fleet(self, fleet: str) -> str:
-        return fleet if fleet in self.fleets else ""
+        """The books of the limits over all fleets have their series, too."""
+        return fleet if fleet in self.fleets or fleet == ALL_FLEETS else ""
 
     def class_(self, class_: str) -> str:
         return class_ if class_ in self._classes else ""

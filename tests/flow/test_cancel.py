@@ -5,12 +5,15 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
 
 from gateway.core.lifecycle import Event
 from gateway.core.outcomes import Code, Outcome
+from gateway.core.quota import ALL_FLEETS_LIMITS, AllFleets, Quota
+from gateway.http.auth import Key
 from gateway.http.proxy import CUTS_MAX, PARSE_INLINE_BYTES_MAX
 from gateway.http.relay import AnswerCutOff
 from gateway.ledger.api import Cut, Reservation
@@ -74,6 +77,21 @@ async def full(store_url: str) -> AsyncIterator[Stage]:
 
 
 @asynccontextmanager
+async def limited(store_url: str) -> AsyncIterator[Stage]:
+    """The one call that the key may have over all fleets runs elsewhere until this one has begun to wait."""
+
+    async def take() -> Callable[[], None]:
+        release = await world.hold_limit(LIMITED.name)
+        return lambda: asyncio.get_running_loop().call_later(0.004, release)
+
+    async with (
+        mock_engine(EngineConfig(step_base_ms=1), speed=4) as mock,
+        gateway(store_url, {"a": mock.url}, key=LIMITED) as world,
+    ):
+        yield Stage(world, [mock], take)
+
+
+@asynccontextmanager
 async def failing_once(store_url: str) -> AsyncIterator[Stage]:
     """The roomiest replica breaks the first attempt off."""
 
@@ -89,7 +107,7 @@ async def failing_once(store_url: str) -> AsyncIterator[Stage]:
 
 
 @asynccontextmanager
-async def taken(store_url: str) -> AsyncIterator[Stage]:
+async def taken(store_url: str, key: Key | None = None) -> AsyncIterator[Stage]:
     """The one replica is taken, and nobody may queue."""
 
     async def take() -> Callable[[], None]:
@@ -98,7 +116,7 @@ async def taken(store_url: str) -> AsyncIterator[Stage]:
 
     async with (
         mock_engine(EngineConfig(step_base_ms=1), speed=4) as mock,
-        gateway(store_url, {"a": mock.url}, queue_max=0) as world,
+        gateway(store_url, {"a": mock.url}, queue_max=0, key=key) as world,
     ):
         yield Stage(world, [mock], take)
 
@@ -132,6 +150,7 @@ class Scene:
 
 TOLD = {Event.GRACE_OVER: Code.DRAINING, Event.CUT: Code.CUT}
 """What a client hears of an end from outside."""
+LIMITED = Key("limited", "normal", all_fleets=AllFleets(1, (Quota(0, 10_000, 10_000, ALL_FLEETS_LIMITS),)))
 LONG_PROMPT = [{"role": "user", "content": "word " * 2000}]
 SCENES = {
     "streaming": Scene(plain, STREAM),
@@ -143,6 +162,8 @@ SCENES = {
     "counted in a thread": Scene(counting, chat(stream=True, max_tokens=4, messages=LONG_PROMPT)),
     "parsed in a thread": Scene(plain, {**STREAM, "user": "x" * PARSE_INLINE_BYTES_MAX}),
     "refused by the store": Scene(taken, STREAM, status=429, replica=""),
+    "limited over all fleets": Scene(limited, STREAM),
+    "refused within its limits": Scene(partial(taken, key=LIMITED), STREAM, status=429, replica=""),
     "refused unread": Scene(
         plain, STREAM, status=400, replica="", options={"headers": {"content-length": "7"}}
     ),
@@ -269,7 +290,7 @@ def expect_end(outcome: Outcome, reason: Code | None, how: str, visitor: Visitor
             assert visitor.body.endswith(b"data: [DONE]\n\n")
 
 
-@scenes("streaming", "queued", "retried", "refused by the store")
+@scenes("streaming", "queued", "limited over all fleets", "retried", "refused by the store")
 @pytest.mark.parametrize("how", ["leaves", "cancelled"])
 async def test_a_waiting_call_can_end_at_every_turn_of_the_loop(
     store_url: str, scene: Scene, how: str
@@ -285,7 +306,8 @@ async def test_a_waiting_call_can_end_at_every_turn_of_the_loop(
 
 async def suspension_of_asking(stage: Stage, scene: Scene) -> int:
     """The number of the suspension in which the call waits for its place."""
-    ledger, found = stage.world.ledger, []
+    found: list[int] = []
+    ledger = stage.world.limits if stage.world.limits.opened else stage.world.ledger
     begun = await stage.prepare()
     steps = Suspensions(Visitor(stage.world.app, scene.body, pieces=2).run())
 

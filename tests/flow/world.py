@@ -9,15 +9,17 @@ from typing import Any
 
 import redis
 
+from gateway.all_fleets import books_config
 from gateway.call import Fleet
 from gateway.core.events import CallEnded, Event
 from gateway.core.identity import Identity
 from gateway.core.outcomes import Outcome
 from gateway.core.prompt import Text, literal_text
+from gateway.core.quota import ALL_FLEETS
 from gateway.flow import Flow
 from gateway.http.auth import Callers, Key, Keyring, anonymous
 from gateway.http.proxy import Calls, ClassTerms, EdgeSettings, Proxy
-from gateway.ledger.api import Admission
+from gateway.ledger.api import Admission, Grant
 from gateway.ledger.valkey import HoldLimits, ValkeyLedger
 from gateway.tokens.api import Counted, Counter
 from gateway.upstream.client import EngineClient
@@ -32,6 +34,7 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 HEARTBEAT_MS = 10
 """Short, because a fresh store opens its gate after two."""
 LEASE_MS = 5_000
+CLASSES = (("normal", 0),)
 
 _fleet_numbers = itertools.count()
 
@@ -88,9 +91,12 @@ class World:
         facts: list[Event],
         counter: Counter,
         store: "redis.Redis[bytes]",
+        limits: ValkeyLedger,
     ) -> None:
         self.replicas = replicas
         self.ledger = ledger
+        self.limits = limits
+        """Of the limits over all fleets; it runs only where the key has some."""
         self.app = proxy
         self.calls = calls
         self.facts = facts
@@ -107,10 +113,11 @@ class World:
 
     async def hold(self, blocks: int) -> Callable[[], None]:
         """Take blocks as another client would; returns what gives them back."""
-        reservation = self.ledger.open(admission(blocks), lambda: None)
-        grant = await reservation.granted()
-        assert hasattr(grant, "replica"), grant
-        return lambda: reservation.settle(None, None)
+        return await _held(self.ledger, admission(blocks))
+
+    async def hold_limit(self, key: str) -> Callable[[], None]:
+        """Be one call of the key that runs on another fleet."""
+        return await _held(self.limits, admission(1, key, lane=ALL_FLEETS, requests_max=1))
 
     async def queued(self, count: int) -> None:
         """Returns when so many calls hold a ticket."""
@@ -122,9 +129,17 @@ class World:
 
     async def quiet(self) -> None:
         """Everything was given back: in this process and in the store.  Fails where that does not come true."""
-        await soon(lambda: not self.calls.inflight() and not self.ledger.inflight, "no call is in flight")
+        ledgers = [ledger for ledger in (self.ledger, self.limits) if ledger.opened]
+        await soon(
+            lambda: not self.calls.inflight() and not any(ledger.inflight for ledger in ledgers),
+            "no call is in flight",
+        )
         assert self.app._bodies._held == 0, "bytes of bodies are counted that nobody has"
-        books = assert_books_hold(self.store, self.ledger.fleet)
+        for ledger in ledgers:
+            self._hold_nothing(ledger.fleet)
+
+    def _hold_nothing(self, fleet: str) -> None:
+        books = assert_books_hold(self.store, fleet)
         assert not books.calls
         for name, key in books.keys.items():
             assert (key.blocks, key.calls) == (0, 0), name
@@ -139,10 +154,17 @@ class World:
         return ended[0]
 
 
-def admission(blocks: int, key: str = "holder") -> Admission:
+async def _held(ledger: ValkeyLedger, wanted: Admission) -> Callable[[], None]:
+    reservation = ledger.open(wanted, lambda: None)
+    grant = await reservation.granted()
+    assert isinstance(grant, Grant), grant
+    return lambda: reservation.settle(None, None)
+
+
+def admission(blocks: int, key: str = "holder", lane: str = "short", requests_max: int = -1) -> Admission:
     return Admission(
-        key=key, class_="normal", lane="short", blocks=blocks, sequences=1, prefill=0, cost=1, wait_ms=20_000,
-        weight=1, blocks_max=-1, requests_max=-1, queue_max=100, queue_key_max=100,
+        key=key, class_="normal", lane=lane, blocks=blocks, sequences=1, prefill=0, cost=1, wait_ms=20_000,
+        weight=1, blocks_max=-1, requests_max=requests_max, queue_max=100, queue_key_max=100,
         identity=Identity(key, "", secrets.token_bytes(8)),
     )  # fmt: skip
 
@@ -195,11 +217,19 @@ async def gateway(
     ledger = ValkeyLedger(
         store_url, name, engines.books_config, HoldLimits(2, 256, 1 << 26), facts.append, **clock
     )
+    limits_ledger = ValkeyLedger(
+        store_url,
+        f"{name}-limits",
+        lambda: books_config(LEASE_MS, HEARTBEAT_MS, CLASSES),
+        HoldLimits(2, 256, 1 << 26),
+        facts.append,
+        **clock,
+    )
     upstream = EngineClient(limits or UpstreamLimits(LONG, LONG, LONG, LONG))
     counter = counter or WordCounter()
     calls = Calls()
     proxy = Proxy(
-        Flow(counter, upstream),
+        Flow(counter, upstream, limits_ledger),
         Callers(Keyring((), key or anonymous("normal"))),
         {"demo": Fleet(name, engines, ledger)},
         _settings(wait_ms, queue_max),
@@ -208,14 +238,15 @@ async def gateway(
         jitter=lambda: 1.0,
     )
     store = redis.Redis.from_url(store_url, protocol=2)
-    tasks = [asyncio.create_task(ledger.run()), asyncio.create_task(calls.watch_writes())]
+    ledgers = [ledger, limits_ledger] if key and key.all_fleets else [ledger]
+    tasks = [asyncio.create_task(work) for work in (calls.watch_writes(), *(each.run() for each in ledgers))]
     try:
-        await soon(lambda: ledger.ready, "the gate is open")
+        await soon(lambda: all(each.ready for each in ledgers), "the gate is open")
         facts.clear()
-        yield World(replicas, ledger, proxy, calls, facts, counter, store)
+        yield World(replicas, ledger, proxy, calls, facts, counter, store, limits_ledger)
     finally:
         store.close()
-        await ledger.close(2)
+        await asyncio.gather(*(each.close(2) for each in ledgers))
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -236,7 +267,7 @@ def _plan(name: str) -> FleetPlan:
         overtake_blocks=None,
         pools=(("short", None),),
         lanes={"short": ("short",)},
-        classes=(("normal", 0),),
+        classes=CLASSES,
         lease_ms=LEASE_MS,
         heartbeat_ms=HEARTBEAT_MS,
     )

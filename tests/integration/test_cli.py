@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from gateway import __version__
 from gateway.cli import main
-from gateway.config import KeyEntry, Limits, load_keys
+from gateway.config import AllFleetsLimits, KeyEntry, Limits, load_keys
 from tests.processes import World, free_port, wait_until
 
 REPLICA = "http://127.0.0.1:9"
@@ -220,12 +220,13 @@ def test_a_key_from_its_making_to_its_end(tmp_path: Path, capsys: pytest.Capture
     file = tmp_path / "keys.yaml"
     options = [
         "--class", "low", "--weight", 3, "--group", "g", "--models", "demo,other", "--expires", "2027-01-31",
-        "--limit", "requests_max=5", "--limit", "minute_burst=0.25",
+        "--limit", "requests_max=5", "--limit", "minute_burst=0.25", "--limit", "all_fleets.requests_per_day=7",
     ]  # fmt: skip
     first = keys(capsys, "create", "alice", "--file", file, *options)[-1]
     keys(capsys, "create", "bob", "--file", file)
     alice, _ = load_keys(file, ["low", "normal"])
-    limits = Limits(requests_max=5, minute_burst=0.25)
+    over_all = AllFleetsLimits(requests_per_day=7)
+    limits = Limits(requests_max=5, minute_burst=0.25, all_fleets=over_all)
     assert alice == KeyEntry(
         name="alice", sha256=sha256_of(first), class_="low", weight=3, group="g", models=("demo", "other"),
         limits=limits, expires_ms=1_801_353_600_000,
@@ -240,7 +241,7 @@ def test_a_key_from_its_making_to_its_end(tmp_path: Path, capsys: pytest.Capture
         "low",
         "3",
         "g",
-        "requests_max=5,minute_burst=0.25",
+        "requests_max=5,minute_burst=0.25,all_fleets.requests_per_day=7",
         "2027-01-31T00:00:00Z",
         shown,
     ]
@@ -276,6 +277,12 @@ def test_a_name_that_the_keys_file_would_refuse_is_refused(
         (["--limit", "blocks_max"], "--limit blocks_max: a number like 50"),
         (["--limit", "blocks_max=0"], "limits.blocks_max: expected whole number >= 1"),
         (["--limit", "blocks_max=1.5"], "limits.blocks_max: expected"),
+        (["--limit", "all_fleets=1"], "there is no limit `all_fleets`"),
+        (["--limit", "all_fleets.requests_max=-1"], "--limit all_fleets.requests_max: a number like"),
+        (
+            ["--limit", "all_fleets.requests_per_day=0"],
+            "limits.all_fleets.requests_per_day: expected whole number",
+        ),
         (["--limit", "blocks_max=1", "--limit", "blocks_max=2"], "--limit: blocks_max is given twice"),
         (["--expires", "tomorrow"], "expires: has to be a date"),
     ],

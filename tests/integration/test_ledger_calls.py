@@ -462,7 +462,7 @@ async def test_a_full_queue_takes_a_call_of_a_key_that_waits_for_less(path):
         running = await crowd.reserve(100)
         asks = [crowd.open(10, key="a", **room) for _ in range(2)]
         waits = [asyncio.create_task(ask.granted()) for ask in asks]
-        await eventually(lambda: list(w.states().values()).count("queued") == 2)
+        await eventually(lambda: all(ask.queued for ask in asks))
         asks[1]._on_admit(asks[1].id, ["ticket", 9, 1000])
         assert (asks[1]._position, asks[1]._predicted_ms) == (2, None), (
             "asked again, it is still the first ticket"
@@ -544,7 +544,7 @@ async def test_an_empty_quota_is_remembered_for_a_moment(path):
         assert m.ledger.known_refusal(["a"], "normal", "k") is None
         await m.open(10, charges=taken).granted()
         assert m.ledger.known_refusal(["a"], "normal", "k")
-        first.settle(None, None, quota.corrections(taken, Units()))
+        first.settle(None, None, Units())
         assert m.ledger.known_refusal(["a"], "normal", "k") is None, "something was given back"
         await eventually(w.empty)
         again = await m.reserve(10, charges=taken)

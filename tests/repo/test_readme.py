@@ -64,6 +64,7 @@ SECTIONS = {
     "log.": config.Log,
     "": config.Fleet,
     "limits.": config.Limits,
+    "limits.all_fleets.": config.AllFleetsLimits,
 }
 SETTINGS = [prefix + name for prefix, kind in SECTIONS.items() for name in kind.__struct_fields__]
 
