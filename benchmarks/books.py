@@ -115,7 +115,7 @@ class Fleet:
         id_ = f"{self._random.getrandbits(40):010x}"
         key, lane = f"key-{self._random.randrange(keys)}", self._random.choice(("short", "long"))
         return [
-            "A", id_, key, "normal", lane, BLOCKS, 1, 300, 40, UNLIMITED, 1, -1, -1, UNLIMITED, UNLIMITED,
+            "A", id_, key, "normal", lane, BLOCKS, 1, 300, 40, UNLIMITED, 1, -1, -1, -1, UNLIMITED, UNLIMITED,
             [], [], [], "", "", 0,
         ]  # fmt: skip
 

@@ -11,6 +11,7 @@ from gateway.core import lifecycle
 from gateway.core.estimate import Demand
 from gateway.core.identity import Identity
 from gateway.core.lifecycle import Event, Phase, Step
+from gateway.core.order import POOL_SHARE_SCALE
 from gateway.core.outcomes import Code, Outcome, Refusal
 from gateway.core.quota import AllFleets, Charge, Quota
 from gateway.core.request import GenerationRequest
@@ -42,6 +43,8 @@ class Terms(msgspec.Struct, frozen=True):
     wait_ms: int
     queue_max: int
     queue_key_max: int
+    pool_share: float | None = None
+    """The part of each pool's limit that the key may hold at once."""
     all_fleets: AllFleets | None = None
     """None = no limits over all fleets."""
 
@@ -125,6 +128,7 @@ class Call:
             weight=terms.weight,
             blocks_max=-1 if terms.limits.blocks_max is None else terms.limits.blocks_max,
             requests_max=-1 if terms.requests_max is None else terms.requests_max,
+            pool_share=-1 if terms.pool_share is None else round(terms.pool_share * POOL_SHARE_SCALE),
             queue_max=terms.queue_max,
             queue_key_max=terms.queue_key_max,
             identity=self.identity,

@@ -245,6 +245,8 @@ class Limits(_Strict, frozen=True, kw_only=True):
 
     requests_max: CountOrZero | None = None
     blocks_max: Count | None = None
+    pool_share: Annotated[float, Meta(ge=0.001, le=1)] | None = None
+    """The part of each pool's limit that may be held at once."""
     context_tokens_max: Count | None = None
     max_output_tokens: Count | None = None
     requests_per_minute: Count | None = None

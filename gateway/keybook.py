@@ -161,6 +161,7 @@ def key_of(entry: KeyEntry) -> Key:
         models=None if entry.models is None else frozenset(entry.models),
         requests_max=limits.requests_max,
         blocks_max=limits.blocks_max,
+        pool_share=limits.pool_share,
         context_tokens_max=limits.context_tokens_max,
         max_output_tokens=limits.max_output_tokens,
         quotas=quota.of_limits(msgspec.structs.asdict(limits), limits.minute_burst),

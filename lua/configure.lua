@@ -6,6 +6,7 @@
 --   'replica', name, 1 or 0: it answers, or it does not
 -- Reply: {'ok', epoch, clock, policy} | {'unconfigured'}
 --- @include "lib/dispatch"
+--- @include "lib/queue"
 
 -- No new placements; a call that a hold was for looks elsewhere.
 local function take_down(replica, state)
@@ -48,12 +49,14 @@ local function configure_fleet(packed_replicas)
     if not known[name] then take_down(replica, 'removed') end
   end
   forget_removed()
+  queue.recheck_parked()
 end
 
 local function observe_replica(name, up)
   local replica = books.replicas[name]
   if not replica or replica.state == 'removed' then return end
   if not up then return take_down(replica, 'down') end
+  if replica.state ~= 'up' then queue.recheck_parked() end
   replica.state = 'up'
   books.store_replica(replica)
   books.meta.dirty = 1

@@ -22,6 +22,7 @@ from gateway.core.order import (
     OUTBOX,
     PLACE_MS,
     PLACES,
+    POOL_SHARE_SCALE,
     QUOTA_BUCKETS,
     SLICE,
     TAG_SCALE,
@@ -78,6 +79,8 @@ class Call:
     state: str
     owner: str
     replica: str
+    pool: str
+    """Where its blocks count, should its replica change to another."""
     key: str
     class_: str
     lane: str
@@ -130,10 +133,25 @@ class Key:
     weight: int = 1
     blocks_max: int = -1
     requests_max: int = -1
+    pool_share: int = -1
+    """Millionths of each pool's limit that it may hold."""
     blocks: int = 0
     calls: int = 0
     quotas: tuple[int, ...] = ()
     """By bucket the instant (`Books.quota_us`) at which it is full again; empty until the first charge."""
+    pools: tuple[Any, ...] = ()
+    """Pool, blocks that it holds there, pool, blocks...; in the order in which it came to hold some."""
+
+    def held_by_pool(self) -> dict[str, int]:
+        return dict(zip(self.pools[::2], self.pools[1::2], strict=True))
+
+    def held_in(self, pool: str) -> int:
+        return self.held_by_pool().get(pool, 0)
+
+    def hold_in(self, pool: str, more: int) -> None:
+        held = self.held_by_pool()
+        held[pool] = held.get(pool, 0) + more
+        self.pools = tuple(item for pair in held.items() if pair[1] for item in pair)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +215,9 @@ class Books:
     """Of a flow that nobody waits in, but that has remembered places: the tag from which one of them goes on."""
     places: list[Place] = field(default_factory=list)
     parked: set[tuple[str, str, str]] = field(default_factory=set)
+    recheck: str = ""
+    """A limit has changed: which of the parked flows are still to be looked at, as ZRANGEBYLEX has its lower bound;
+    empty = none."""
     virtual: dict[tuple[str, str], int] = field(default_factory=dict)
     credit: dict[tuple[str, str], int] = field(default_factory=dict)
     blocked: dict[str, str] = field(default_factory=dict)
@@ -220,6 +241,7 @@ class Books:
         for name in sorted(set(self.replicas) - known):
             self._take_down(name, "removed")
         self._forget_removed()
+        self._recheck_parked()
         self._close()
         return ["ok", self.epoch, self.clock, self.policy]
 
@@ -230,6 +252,8 @@ class Books:
         self._open(now, run)
         replica = self.replicas.get(name)
         if replica and replica.state != "removed":
+            if up and replica.state != "up":
+                self._recheck_parked()
             if up:
                 replica.state = "up"
                 self.dirty = True
@@ -409,11 +433,21 @@ class Books:
     def _pools(self, lane: str) -> tuple[str, ...]:
         return dict(self._fleet.lanes).get(lane, ())
 
+    def _part(self, key: Key, pool: str) -> int:
+        """Blocks of a pool that a key with a share may hold now."""
+        limit = sum(r.limit for r in self.replicas.values() if r.pool == pool and r.state == "up")
+        return limit * key.pool_share // POOL_SHARE_SCALE
+
+    def _within_part(self, call: Call, pool: str) -> bool:
+        key = self._key(call.key)
+        return key.pool_share < 0 or key.held_in(pool) + call.blocks <= self._part(key, pool)
+
     def _could_use(self, call: Call, replica: Replica) -> bool:
-        """Whether the call can run there at all, however busy it is now."""
+        """Whether the call can run there, however busy it is now, as its key holds what it does."""
         return (
             replica.state == "up"
             and replica.pool in self._pools(call.lane)
+            and self._within_part(call, replica.pool)
             and replica.name not in call.exclude
             and call.blocks <= replica.usable
             and call.sequences <= replica.sequences_max
@@ -557,7 +591,32 @@ class Books:
 
     def _capped(self, call: Call) -> bool:
         key = self._key(call.key)
-        return (0 <= key.blocks_max < key.blocks + call.blocks) or (0 <= key.requests_max < key.calls + 1)
+        if (0 <= key.blocks_max < key.blocks + call.blocks) or (0 <= key.requests_max < key.calls + 1):
+            return True
+        return key.pool_share >= 0 and not any(
+            self._within_part(call, pool) for pool in self._pools(call.lane)
+        )
+
+    def _park(self, call: Call) -> None:
+        """Out of the order, until its key has room; a replica that was held for it is free for others meanwhile."""
+        self._unhold(call)
+        self.parked.add(_flow(call))
+        self._note_since(call.lane)
+        self.work -= 1
+
+    def _recheck_parked(self) -> None:
+        """A pool may have a higher limit: who is parked for a part of it may be within that now."""
+        if self.parked:
+            self.recheck = "-"
+
+    def _recheck_slice(self) -> None:
+        """Put back into the order, of the next parked flows, those of keys that have shares of pools."""
+        if not self.recheck or self.work <= 0:
+            return
+        members = sorted((f"{key}:{lane}:{class_}", (lane, class_, key)) for lane, class_, key in self.parked)
+        left = [(m, flow) for m, flow in members if self.recheck == "-" or m > self.recheck[1:]]
+        self._unpark([flow for _, flow in left[:SLICE] if self._key(flow[2]).pool_share >= 0])
+        self.recheck = f"({left[SLICE - 1][0]}" if len(left) > SLICE else ""
 
     # -- the order -----------------------------------------------------------------------------------------------
 
@@ -568,7 +627,8 @@ class Books:
         """
         if not self.dirty or self.opens_at:
             return
-        self.dirty = False
+        self._recheck_slice()
+        self.dirty = bool(self.recheck)
         progress = True
         while progress:
             progress = False
@@ -589,9 +649,7 @@ class Books:
             for key in self._flows(lane, class_):
                 call = self._waiting(lane, class_, key)[0]
                 if self._capped(call):
-                    self.parked.add(_flow(call))
-                    self._note_since(lane)
-                    self.work -= 1
+                    self._park(call)
                     return True
                 replica = self._place(call)
                 if replica:
@@ -698,10 +756,11 @@ class Books:
         replica.sequences += call.sequences
         replica.prefill += call.prefill
         call.prefilling = call.prefill
-        call.replica = replica.name
+        call.replica, call.pool = replica.name, replica.pool
         key = self._key(call.key)
         key.blocks += call.blocks
         key.calls += 1
+        key.hold_in(call.pool, call.blocks)
         self.calls[call.id] = call
         for lane, _ in self._fleet.lanes:
             head = self.calls.get(self.blocked.get(lane, ""))
@@ -712,11 +771,17 @@ class Books:
                     self.dirty = True  # no dispatch has placed this one; the head is due a replica to itself
 
     def _hold(self, call: Call) -> bool:
-        """A head that was passed too often gets the roomiest replica it may use to itself; it keeps at most one."""
-        if call.passed < self._fleet.overtake_blocks or any(
-            r.held_for == call.id for r in self.replicas.values()
-        ):
+        """A head that was passed too often gets the roomiest replica it may use to itself; it keeps at most one, and
+        none in a pool of which its key holds its part by now."""
+        if call.passed < self._fleet.overtake_blocks:
             return False
+        held = next((r for r in self.replicas.values() if r.held_for == call.id), None)
+        if held:
+            if self._could_use(call, held):
+                return False
+            held.held_for = ""
+            self.work -= 1
+            return True
         free = [r for r in self.replicas.values() if r.held_for == "" and self._could_use(call, r)]
         if not free:
             return False
@@ -733,6 +798,8 @@ class Books:
         key = self._key(call.key)
         key.blocks -= call.blocks
         key.calls -= 1
+        key.hold_in(call.pool, -call.blocks)
+        call.pool = ""
         self._unpark_key(call.key)
         self._drained(replica.pool, call.blocks)
         self._forget_removed()
@@ -847,6 +914,7 @@ class Books:
         weight: int,
         blocks_max: int,
         requests_max: int,
+        pool_share: int,
         queue_max: int,
         queue_key_max: int,
         prefer: Sequence[str],
@@ -870,13 +938,13 @@ class Books:
         if not self._pools(lane) or class_ not in dict(self._fleet.classes):
             return ["refused", "settings", "", 0, 0, FIRST_APPOINTMENT_MS]
         call = Call(
-            id_, "none", owner, "", key, class_, lane, blocks, sequences, prefill, 0, cost, self.clock + wait_ms, 0,
+            id_, "none", owner, "", "", key, class_, lane, blocks, sequences, prefill, 0, cost, self.clock + wait_ms, 0,
             exclude=tuple(exclude), prefer=tuple(prefer), once=once, fingerprint=fingerprint if once else "",
         )  # fmt: skip
         refusal = self._refuse_second(call)
         if refusal:
             return refusal
-        self._set_policy(key, weight, blocks_max, requests_max)
+        self._set_policy(key, weight, blocks_max, requests_max, pool_share)
         refusal = self._refuse_outright(call) or self._refuse_by_quota(key, charge)
         if refusal:
             return refusal
@@ -958,12 +1026,18 @@ class Books:
     def _refund_quotas(self, call: Call) -> None:
         self._change_quotas(call.key, [-item if i % 2 else item for i, item in enumerate(call.charge)])
 
-    def _set_policy(self, name: str, weight: int, blocks_max: int, requests_max: int) -> None:
+    def _set_policy(
+        self, name: str, weight: int, blocks_max: int, requests_max: int, pool_share: int
+    ) -> None:
         key = self._key(name)
-        changed = (key.blocks_max, key.requests_max) != (blocks_max, requests_max)
+        other_share = key.pool_share != pool_share
+        changed = other_share or (key.blocks_max, key.requests_max) != (blocks_max, requests_max)
         key.weight, key.blocks_max, key.requests_max = weight, blocks_max, requests_max
+        key.pool_share = pool_share
         if changed:
             self._unpark_key(name)
+        if other_share:  # who waits for the other pools of its lane may start in this one
+            self.dirty = True
 
     def _refuse_outright(self, call: Call) -> Answer | None:
         """Refusals that no waiting can change."""
@@ -985,9 +1059,23 @@ class Books:
         key = self._key(call.key)
         if 0 <= key.blocks_max < call.blocks:
             return ["refused", "key_cap_exceeded", "blocks_max", call.blocks, key.blocks_max, 0]
+        most = self._part_in_health(key, call.lane)
+        if 0 <= most < call.blocks:
+            return ["refused", "key_cap_exceeded", "pool_share", call.blocks, most, 0]
         if key.requests_max == 0:
             return ["refused", "quota_exceeded", "requests_max", 1, 0, FIRST_APPOINTMENT_MS]
         return None
+
+    def _part_in_health(self, key: Key, lane: str) -> int:
+        """Most blocks that the key may hold of one pool of the lane when all replicas are up; -1 where that is not
+        limited, or not known."""
+        pools = [
+            [r for r in self.replicas.values() if r.pool == pool and r.state != "removed"]
+            for pool in self._pools(lane)
+        ]
+        if key.pool_share < 0 or any(r.usable == 0 for replicas in pools for r in replicas):
+            return -1
+        return max(sum(r.limit for r in replicas) * key.pool_share // POOL_SHARE_SCALE for replicas in pools)
 
     def _at_once(self, call: Call) -> Replica | None:
         """Where the call may start without a ticket: nobody that could start waits in its lane, and it fits."""
@@ -1072,7 +1160,11 @@ class Books:
         wait = self._wait_told(call)
         if 0 <= key.requests_max < key.calls + 1:
             return ["refused", "quota_exceeded", "requests_max", key.calls + 1, key.requests_max, wait]
-        return ["refused", "quota_exceeded", "blocks_max", key.blocks + call.blocks, key.blocks_max, wait]
+        if 0 <= key.blocks_max < key.blocks + call.blocks:
+            return ["refused", "quota_exceeded", "blocks_max", key.blocks + call.blocks, key.blocks_max, wait]
+        pool = self._pools(call.lane)[0]
+        held = key.held_in(pool) + call.blocks
+        return ["refused", "quota_exceeded", "pool_share", held, self._part(key, pool), wait]
 
     def _free(self, call: Call) -> int:
         """Most blocks free on one replica that the call may use."""
@@ -1119,7 +1211,9 @@ class Books:
         call.state = "reserved"
         call.blocks = blocks
         replica.used += growth
-        self._key(call.key).blocks += growth
+        key = self._key(call.key)
+        key.blocks += growth
+        key.hold_in(call.pool, growth)
         if growth < 0:
             self._unpark_key(call.key)
             self._drained(replica.pool, -growth)
@@ -1193,6 +1287,7 @@ class Books:
         weight: int,
         blocks_max: int,
         requests_max: int,
+        pool_share: int,
         force: int,
         fingerprint: str,
         once: str,
@@ -1223,9 +1318,9 @@ class Books:
             return ["no_room"]
         if known:
             self._withdraw(known)
-        self._set_policy(key, weight, blocks_max, requests_max)
+        self._set_policy(key, weight, blocks_max, requests_max, pool_share)
         self.arrivals += 1
-        call = Call(id_, "reserved", owner, "", key, class_, lane, blocks, sequences, prefill, 0, cost, self.clock,
+        call = Call(id_, "reserved", owner, "", "", key, class_, lane, blocks, sequences, prefill, 0, cost, self.clock,
                     self.arrivals)  # fmt: skip
         if once and all(c.once != once for c in self.calls.values()):
             call.once, call.fingerprint = once, fingerprint

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from gateway.core.books import Call, FleetConfig, Key, Replica
-from gateway.core.order import DIGEST_MODULUS, LOOKAHEAD, PLACE_MS, PLACES
+from gateway.core.order import DIGEST_MODULUS, LOOKAHEAD, PLACE_MS, PLACES, POOL_SHARE_SCALE
 
 FlowName = tuple[str, str, str]
 """Lane, class and key."""
@@ -186,15 +186,25 @@ def _sums(books: Snapshot) -> Iterator[Violation]:
 def _holdings(books: Snapshot) -> Iterator[Violation]:
     blocks: dict[str, int] = defaultdict(int)
     count: dict[str, int] = defaultdict(int)
+    pools: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for call in books.calls.values():
         if holds(call):
             blocks[call.key] += call.blocks
             count[call.key] += 1
+            pools[call.key][call.pool] += call.blocks
     for name in books.keys.keys() | count.keys():
         key = books.keys.get(name, Key())
         yield from _compared(
-            Rule.HOLDINGS, f"key {name}", blocks=(blocks[name], key.blocks), calls=(count[name], key.calls)
+            Rule.HOLDINGS,
+            f"key {name}",
+            blocks=(blocks[name], key.blocks),
+            calls=(count[name], key.calls),
+            pools=(dict(pools[name]), _held_by_pool(key)),
         )
+
+
+def _held_by_pool(key: Key) -> dict[str, int]:
+    return dict(zip(key.pools[::2], key.pools[1::2], strict=True))
 
 
 def _states(books: Snapshot) -> Iterator[Violation]:
@@ -202,6 +212,7 @@ def _states(books: Snapshot) -> Iterator[Violation]:
         if call.state in ("queued", "displaced"):
             yield from _compared(Rule.STATE, f"call {id_}", replica=("", call.replica))
             yield from _compared(Rule.STATE, f"call {id_}", prefilling=(0, call.prefilling))
+            yield from _compared(Rule.STATE, f"call {id_}", pool=("", call.pool))
         elif not holds(call):
             states = "queued, displaced, unclaimed or reserved"
             yield Violation(Rule.STATE, f"call {id_} state", states, call.state)
@@ -346,8 +357,10 @@ def _once(books: Snapshot) -> Iterator[Violation]:
 
 
 def _parked(books: Snapshot) -> Iterator[Violation]:
+    """While a script has left something to do, who is parked for a part of a pool may have room there again."""
     for flow, waiting in books.waiting.items():
-        if books.is_parked(flow) and not _capped(books, waiting[0]):
+        rechecked = books.dirty and books.keys.get(flow[2], Key()).pool_share >= 0
+        if books.is_parked(flow) and not _capped(books, waiting[0]) and not rechecked:
             yield Violation(Rule.PARKED, f"flow {':'.join(flow)}", "in the order", "parked")
 
 
@@ -423,13 +436,25 @@ def _overtaken(books: Snapshot) -> Iterator[Violation]:
 
 def _capped(books: Snapshot, call: Call) -> bool:
     key = books.keys.get(call.key, Key())
-    return (0 <= key.blocks_max < key.blocks + call.blocks) or (0 <= key.requests_max <= key.calls)
+    if (0 <= key.blocks_max < key.blocks + call.blocks) or (0 <= key.requests_max <= key.calls):
+        return True
+    pools = dict(books.fleet.lanes).get(call.lane, ())
+    return key.pool_share >= 0 and all(_above_part(books, call, pool) for pool in pools)
+
+
+def _above_part(books: Snapshot, call: Call, pool: str) -> bool:
+    """Whether its key would hold more of the pool than its part."""
+    key = books.keys.get(call.key, Key())
+    limit = sum(r.limit for r in books.replicas.values() if r.pool == pool and r.state == "up")
+    held = _held_by_pool(key).get(pool, 0)
+    return 0 <= key.pool_share * limit < (held + call.blocks) * POOL_SHARE_SCALE
 
 
 def _could_use(books: Snapshot, call: Call, replica: Replica) -> bool:
     return (
         replica.state == "up"
         and replica.pool in dict(books.fleet.lanes).get(call.lane, ())
+        and not _above_part(books, call, replica.pool)
         and replica.name not in call.exclude
         and call.blocks <= replica.usable
         and call.sequences <= replica.sequences_max

@@ -7,13 +7,16 @@ LOOKAHEAD = 8
 WORK = 64
 """Grants, parkings, holds, unparkings and expiries of one script; what is left is done by the next."""
 SLICE = 32
-"""Calls of lost owners, and expired tickets, given back by one script."""
+"""Calls of lost owners, and expired tickets, given back by one script; flows that it looks at again for their keys'
+parts of pools whose limits have changed."""
 OUTBOX = 64
 """Grants told in one reply."""
 TAG_SCALE = 64
 """Resolution of a start tag: tag units per block-second at weight 1."""
 CREDIT_SCALE = 1000
 """Shares are in thousandths, so a class's credit is blocks x 1000."""
+POOL_SHARE_SCALE = 1_000_000
+"""The part of a pool that a key may hold is in millionths."""
 DRAIN_WINDOW_MS = 10_000
 """Window of the average of blocks given back."""
 DRAIN_SETTLING_MS = 1_000

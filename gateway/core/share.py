@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from gateway.core.books import Replica
+from gateway.core.order import POOL_SHARE_SCALE
 from gateway.core.outcomes import Code
 
 
@@ -51,6 +52,8 @@ class Wanted:
     pools: tuple[str, ...]
     """In order of preference."""
     exclude: Collection[str] = ()
+    pool_share: int = -1
+    """Millionths that the key may hold of what this process may hold of each pool; -1 for all of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +129,10 @@ class Share:
             return capped
         able = [name for name in self._portions if self._could_run(name, wanted, seen)]
         for pool in wanted.pools:
-            room = [n for n in able if self._portions[n].pool == pool and self._fits(n, wanted)]
+            in_pool = (
+                [n for n in able if self._portions[n].pool == pool] if self._within_part(wanted, pool) else []
+            )
+            room = [n for n in in_pool if self._fits(n, wanted)]
             if room:
                 return min(room, key=lambda name: (-self._free(name), name))
         if not able:
@@ -166,7 +172,23 @@ class Share:
             return Denied(Code.QUOTA_EXCEEDED, "requests_max", key.calls + 1, wanted.requests_max)
         if 0 <= wanted.blocks_max < key.blocks + wanted.blocks:
             return Denied(Code.QUOTA_EXCEEDED, "blocks_max", key.blocks + wanted.blocks, wanted.blocks_max)
+        if wanted.pools and not any(self._within_part(wanted, pool) for pool in wanted.pools):
+            held, part = self._part_of(wanted, wanted.pools[0])
+            return Denied(Code.QUOTA_EXCEEDED, "pool_share", held + wanted.blocks, part)
         return None
+
+    def _within_part(self, wanted: Wanted, pool: str) -> bool:
+        if wanted.pool_share < 0:
+            return True
+        held, part = self._part_of(wanted, pool)
+        return held + wanted.blocks <= part
+
+    def _part_of(self, wanted: Wanted, pool: str) -> tuple[int, int]:
+        """Blocks of a pool that the key holds, and the most that it may hold."""
+        replicas = {name: portion for name, portion in self._portions.items() if portion.pool == pool}
+        held = sum(h.blocks for h in self._running.values() if h.key == wanted.key and h.replica in replicas)
+        most = sum(portion.blocks for portion in replicas.values() if portion.up)
+        return held, most * wanted.pool_share // POOL_SHARE_SCALE
 
     def _could_run(self, name: str, wanted: Wanted, seen: Mapping[str, bool]) -> bool:
         portion = self._portions[name]

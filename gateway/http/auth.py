@@ -36,6 +36,7 @@ class Key:
     models: frozenset[str] | None = None
     requests_max: int | None = None
     blocks_max: int | None = None
+    pool_share: float | None = None
     context_tokens_max: int | None = None
     max_output_tokens: int | None = None
     quotas: tuple[Quota, ...] = ()

@@ -369,6 +369,7 @@ class Proxy:
             class_=class_,
             weight=key.weight,
             requests_max=key.requests_max,
+            pool_share=key.pool_share,
             quotas=key.quotas,
             limits=KeyLimits(key.context_tokens_max, key.max_output_tokens, key.blocks_max),
             wait_ms=queue.wait_ms if deadline_ms is None else min(queue.wait_ms, deadline_ms),

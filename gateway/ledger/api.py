@@ -39,6 +39,8 @@ class Admission(msgspec.Struct, frozen=True):
     """Hash of its key and `Idempotency-Key`, whose fingerprint is known then; '' = none."""
     place_only: bool = False
     """It may wait only in the place that it left before."""
+    pool_share: int = -1
+    """The part of each pool's limit that the key may hold at once, in millionths; -1 for none."""
     charges: tuple[Charge, ...] = ()
     """What it takes of its key's rate quotas."""
     body_bytes: int = 0

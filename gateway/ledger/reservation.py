@@ -146,7 +146,7 @@ class Ask:
         a = self.admission
         arguments = [
             "A", self.id, a.key, a.class_, a.lane, a.blocks, a.sequences, a.prefill, a.cost, self._wait_left_ms(),
-            a.weight, a.blocks_max, a.requests_max, a.queue_max, a.queue_key_max, [],
+            a.weight, a.blocks_max, a.requests_max, a.pool_share, a.queue_max, a.queue_key_max, [],
             list(self.exclude), quota.arguments(a.charges), self._fingerprint(), a.once, int(a.place_only),
         ]  # fmt: skip
         self._ledger.channel.admit(arguments, partial(self._on_admit, self.id))
@@ -161,7 +161,7 @@ class Ask:
         self.by_force = self.by_force or force
         arguments = [
             "R", self.id, self.replica, a.key, a.class_, a.lane, a.blocks, a.sequences, self.prefill, a.cost, a.weight,
-            a.blocks_max, a.requests_max, int(self.by_force), self._fingerprint(), a.once,
+            a.blocks_max, a.requests_max, a.pool_share, int(self.by_force), self._fingerprint(), a.once,
         ]  # fmt: skip
         self._ledger.channel.move(arguments, partial(self._on_redeclare, self.id))
 

@@ -142,7 +142,15 @@ class Sharing:
         a = ask.admission
         pools = self._lanes.get(a.lane, ())
         wanted = Wanted(
-            a.key, a.blocks, a.sequences, ask.prefill, a.blocks_max, a.requests_max, pools, ask.exclude
+            a.key,
+            a.blocks,
+            a.sequences,
+            ask.prefill,
+            a.blocks_max,
+            a.requests_max,
+            pools,
+            ask.exclude,
+            a.pool_share,
         )
         replica = self._share.choose(wanted, self._ledger.observed)
         if isinstance(replica, Denied):

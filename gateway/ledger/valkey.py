@@ -387,6 +387,9 @@ class ValkeyLedger:
 
 def _words(code: Code, knob: str, measured: int, limit: int, admission: Admission) -> str:
     match code:
+        case _ if knob == "pool_share":
+            needed = "would hold" if code is Code.QUOTA_EXCEEDED else "needs"
+            return f"the key {needed} {measured} KV blocks of a pool, its part of that (limits.pool_share) is {limit}"
         case Code.CONTEXT_LENGTH_EXCEEDED:
             return (
                 f"the request needs {measured} KV blocks, the largest replica has {limit}: it can never run"

@@ -8,7 +8,7 @@
 --- @include "lib/quotas"
 --- @include "lib/places"
 --- @include "lib/once"
--- A id key class lane blocks sequences prefill cost wait_ms weight blocks_max requests_max queue_max
+-- A id key class lane blocks sequences prefill cost wait_ms weight blocks_max requests_max pool_share queue_max
 -- queue_key_max prefer exclude charge fingerprint once place_only: admit.  fingerprint: of key, route and body, '' until
 -- it is asked for.  once: hash of key and `Idempotency-Key`, always with a fingerprint, '' = none.  place_only: 1 = it
 -- may wait only in a place that was left.
@@ -31,10 +31,7 @@ end
 local function refuse_outright(call)
   if not has_backend(call) then return refusals.backend(call) end
   local key = rows.fetch(records.keys, call.key)
-  if (key.blocks_max >= 0 and call.blocks > key.blocks_max) or key.requests_max == 0 then
-    return refusals.cap(call, key)
-  end
-  return nil
+  return refusals.cap(call, key)
 end
 
 -- Somebody that could start waits in the lane, or before this call in its flow.
@@ -70,35 +67,36 @@ local function enqueue(id, call, place)
 end
 
 function admit.check(op)
-  check.length(op, 21)
+  check.length(op, 22)
   check.id(op)
   check.names(op, 3, 5)
   check.integers(op, 6, 7, 1) -- blocks, sequences
   check.integers(op, 8, 10, 0) -- prefill, cost, wait_ms
   check.integers(op, 11, 11, 1) -- weight
-  check.integers(op, 12, 13, -1) -- caps
-  check.integers(op, 14, 15, 0) -- queue_max, queue_key_max
-  check.name_list(op, 16)
+  check.integers(op, 12, 14, -1) -- caps
+  check.integers(op, 15, 16, 0) -- queue_max, queue_key_max
   check.name_list(op, 17)
-  check.charge(op, 18)
-  check.hashes(op, 19, 20) -- fingerprint, once
-  check.integers(op, 21, 21, 0) -- place_only
+  check.name_list(op, 18)
+  check.charge(op, 19)
+  check.hashes(op, 20, 21) -- fingerprint, once
+  check.integers(op, 22, 22, 0) -- place_only
 end
 
 function admit.run(owner, id, key, class, lane, blocks, sequences, prefill, cost, wait_ms, weight, blocks_max,
-                   requests_max, queue_max, queue_key_max, prefer, exclude, charge, fingerprint, named, place_only)
+                   requests_max, pool_share, queue_max, queue_key_max, prefer, exclude, charge, fingerprint, named,
+                   place_only)
   if owners.foreign(owner, id) then return {'refused', 'id', '', 0, 0, 0} end
   if rows.fetch(records.calls, id) then return claim.run(owner, id) end
   if not books.config.pools[lane] or not books.config.shares[class] then
     return {'refused', 'settings', '', 0, 0, drain.FIRST_APPOINTMENT_MS}
   end
-  local call = {state = 'none', owner = owner, replica = '', key = key, class = class, lane = lane, blocks = blocks,
-    sequences = sequences, prefill = prefill, prefilling = 0, cost = cost, deadline = books.meta.clock + wait_ms,
-    arrival = 0, passed = 0, attempt = 0, charged = 0, exclude = exclude, prefer = prefer, charge = {},
+  local call = {state = 'none', owner = owner, replica = '', pool = '', key = key, class = class, lane = lane,
+    blocks = blocks, sequences = sequences, prefill = prefill, prefilling = 0, cost = cost,
+    deadline = books.meta.clock + wait_ms, arrival = 0, passed = 0, attempt = 0, charged = 0, exclude = exclude, prefer = prefer, charge = {},
     once = named, fingerprint = named ~= '' and fingerprint or ''}
   local refusal = once.refuse(call)
   if refusal then return refusal end
-  flows.set_policy(key, weight, blocks_max, requests_max)
+  flows.set_policy(key, weight, blocks_max, requests_max, pool_share)
   refusal = refuse_outright(call) or quotas.refuse(key, charge)
   if refusal then return refusal end
   dispatch.run()

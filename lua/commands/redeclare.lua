@@ -1,9 +1,9 @@
 --- @include "lib/owners"
 --- @include "lib/check"
 --- @include "lib/queue"
--- R id replica key class lane blocks sequences prefill cost weight blocks_max requests_max force
--- fingerprint once: a running call says where it runs, after its owner lost its lease or the store its data.  Where
--- another call was admitted under its `once` meanwhile, that one keeps it.
+-- R id replica key class lane blocks sequences prefill cost weight blocks_max requests_max pool_share force fingerprint
+-- once: a running call says where it runs, after its owner lost its lease or the store its data.  Where another call was
+-- admitted under its `once` meanwhile, that one keeps it.
 -- same | declared | no_room | refused id | error text
 
 -- A call runs where nobody places calls any more: its blocks count until it ends.
@@ -18,19 +18,19 @@ local function has_room(replica, blocks, sequences)
 end
 
 function redeclare.check(op)
-  check.length(op, 16)
+  check.length(op, 17)
   check.id(op)
   check.names(op, 3, 6)
   check.integers(op, 7, 8, 1) -- blocks, sequences
   check.integers(op, 9, 10, 0) -- prefill, cost
   check.integers(op, 11, 11, 1) -- weight
-  check.integers(op, 12, 13, -1) -- caps
-  check.integers(op, 14, 14, 0) -- force
-  check.hashes(op, 15, 16) -- fingerprint, once
+  check.integers(op, 12, 14, -1) -- caps
+  check.integers(op, 15, 15, 0) -- force
+  check.hashes(op, 16, 17) -- fingerprint, once
 end
 
 function redeclare.run(owner, id, name, key, class, lane, blocks, sequences, prefill, cost, weight, blocks_max,
-                       requests_max, force, fingerprint, named)
+                       requests_max, pool_share, force, fingerprint, named)
   if owners.foreign(owner, id) then return {'refused', 'id', '', 0, 0, 0} end
   local known = rows.fetch(records.calls, id)
   if known and known.state == 'displaced' then
@@ -46,10 +46,10 @@ function redeclare.run(owner, id, name, key, class, lane, blocks, sequences, pre
   local replica = books.replicas[name]
   if not replica or (force == 0 and not has_room(replica, blocks, sequences)) then return {'no_room'} end
   if known then queue.withdraw(id, known, '') end
-  flows.set_policy(key, weight, blocks_max, requests_max)
+  flows.set_policy(key, weight, blocks_max, requests_max, pool_share)
   books.meta.arrivals = books.meta.arrivals + 1
-  local call = {state = 'none', owner = owner, replica = '', key = key, class = class, lane = lane, blocks = blocks,
-    sequences = sequences, prefill = prefill, prefilling = 0, cost = cost, deadline = books.meta.clock,
+  local call = {state = 'none', owner = owner, replica = '', pool = '', key = key, class = class, lane = lane,
+    blocks = blocks, sequences = sequences, prefill = prefill, prefilling = 0, cost = cost, deadline = books.meta.clock,
     arrival = books.meta.arrivals, passed = 0, attempt = 0, charged = 0, exclude = {}, prefer = {}, charge = {},
     once = '', fingerprint = ''}
   if named ~= '' and not rows.fetch(records.once, named) then call.once, call.fingerprint = named, fingerprint end

@@ -11,7 +11,7 @@ end
 function resize.run(owner, id, blocks)
   local call = owners.mine(owner, id)
   if not owners.holds(call) then return {'gone'} end
-  local replica, key = books.replicas[call.replica], rows.fetch(records.keys, call.key)
+  local replica = books.replicas[call.replica]
   local growth = blocks - call.blocks
   if growth > 0 and replica.used + growth > replica.limit then return {'no_room'} end
   reserve.claim(id, call)
@@ -19,9 +19,8 @@ function resize.run(owner, id, blocks)
   rows.store(records.calls, id, call)
   replica.used = replica.used + growth
   books.store_replica(replica)
-  key.blocks = key.blocks + growth
+  reserve.count_held(call, growth, 0)
   books.moves = books.moves + 1
-  rows.store(records.keys, call.key, key)
   if growth < 0 then
     books.room = books.room + 1
     flows.unpark_key(call.key)

@@ -7,6 +7,7 @@ local LAYOUT, WORK = 3, 64
 
 local meta_key -- of the fleet
 local pools -- name -> rows of its replicas
+local limits -- name of a pool -> sum of the limits of its replicas that are up
 local run -- of the server process that this library is loaded in
 
 -- What stays true from one run to the next, of any fleet and whatever else writes to the store: what a text says.
@@ -17,7 +18,7 @@ local whole = false -- the last run went to its end: these are what their texts 
 -- Nothing of the last run is left.  keys, the same in every script: docs/ledger.md has the table.
 function books.begin(keys)
   if not whole then last_rows = {} end
-  meta_key, whole, pools = keys[1], false, nil
+  meta_key, whole, pools, limits = keys[1], false, nil, {}
   records.open(keys)
   zsets.open(keys)
   fronts.begin()
@@ -43,13 +44,14 @@ end
 -- The packed settings, false where this store was never configured; an error where another layout is in use.
 function books.read_meta()
   local values = redis.call('HMGET', meta_key, 'config', 'layout', 'run', 'epoch', 'policy', 'clock', 'wall', 'opens_after',
-    'opens_at', 'arrivals', 'dirty', 'skipped')
+    'opens_at', 'arrivals', 'dirty', 'skipped', 'recheck')
   if values[2] and tonumber(values[2]) ~= LAYOUT then
     error({err = 'LAYOUT the store holds layout ' .. values[2] .. ', this kvgate uses ' .. LAYOUT})
   end
   for i = 4, 12 do values[i] = tonumber(values[i] or 0) end
   books.meta = {run = values[3], epoch = values[4], policy = values[5], clock = values[6], wall = values[7],
-    opens_after = values[8], opens_at = values[9], arrivals = values[10], dirty = values[11], skipped = values[12]}
+    opens_after = values[8], opens_at = values[9], arrivals = values[10], dirty = values[11], skipped = values[12],
+    recheck = values[13] or ''}
   return values[1]
 end
 
@@ -120,6 +122,18 @@ function books.pool(name)
   return pools[name] or {}
 end
 
+-- What the replicas of a pool that are up may hand out together.
+function books.limit_of(pool)
+  local limit = limits[pool]
+  if limit then return limit end
+  limit = 0
+  for _, replica in ipairs(books.pool(pool)) do
+    if replica.state == 'up' then limit = limit + replica.limit end
+  end
+  limits[pool] = limit
+  return limit
+end
+
 function books.store_replica(replica)
   records.replicas.touched[replica.name] = true
 end
@@ -128,7 +142,7 @@ end
 function books.place_replica(name, replica)
   books.replicas[name] = replica
   records.replicas.touched[name] = replica ~= nil
-  pools = nil
+  pools, limits = nil, {}
 end
 
 local function time_of(argument)

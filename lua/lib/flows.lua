@@ -72,12 +72,17 @@ function flows.forget_call(id, call)
   books.owned[call.owner .. ':' .. id] = false
 end
 
-function flows.set_policy(name, weight, blocks_max, requests_max)
+function flows.set_policy(name, weight, blocks_max, requests_max, pool_share)
   local key = rows.fetch(records.keys, name)
-  local changed = key.blocks_max ~= blocks_max or key.requests_max ~= requests_max
-  key.weight, key.blocks_max, key.requests_max = weight, blocks_max, requests_max
+  local other_share = key.pool_share ~= pool_share
+  local changed = other_share or key.blocks_max ~= blocks_max or key.requests_max ~= requests_max
+  key.weight, key.blocks_max, key.requests_max, key.pool_share = weight, blocks_max, requests_max, pool_share
   rows.store(records.keys, name, key)
   if not changed then return end
   books.moves = books.moves + 1
   flows.unpark_key(name)
+  if not other_share then return end
+  -- Who waits for the other pools of its lane may start in this one.
+  books.room = books.room + 1
+  books.meta.dirty = 1
 end

@@ -86,12 +86,20 @@ local function grant(id, call, replica, by_credit)
   books.wakes[call.owner] = true
 end
 
--- A head that was passed too often gets the roomiest replica it may use to itself; it keeps at most one.
+local function give_up_hold(id, call, replica)
+  if placement.could_use(call, replica) then return false end
+  queue.unhold(id)
+  books.work = books.work - 1
+  return true
+end
+
+-- A head that was passed too often gets the roomiest replica it may use to itself; it keeps at most one, and none in a
+-- pool of which its key holds its part by now.
 local function hold(id, call)
   if call.passed < books.config.overtake_blocks then return false end
   local free
   for _, replica in pairs(books.replicas) do
-    if replica.held_for == id then return false end
+    if replica.held_for == id then return give_up_hold(id, call, replica) end
     if replica.held_for == '' and placement.could_use(call, replica)
       and (not free or placement.roomier(replica, free)) then free = replica end
   end
@@ -113,7 +121,7 @@ local function advance(lane)
     for i = 1, math.min(LOOKAHEAD, #members) do
       local id, call = head_of(lane, class, members[i])
       if placement.capped(call) then
-        queue.park(call)
+        queue.park(id, call)
         return true
       end
       local replica = placement.place(id, call)

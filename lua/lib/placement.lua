@@ -1,6 +1,7 @@
 --- @include "lib/flows"
 --- @include "lib/drain"
 -- Where a call fits.
+local POOL_SHARE_SCALE = 1000000
 
 function placement.contains(list, item)
   for i = 1, #list do
@@ -15,8 +16,28 @@ function placement.could_run(call, replica)
     and call.blocks <= replica.usable and call.sequences <= replica.sequences_max
 end
 
+-- Blocks that the key holds in the pool.
+function placement.held_in(key, pool)
+  for i = 1, #key.pools, 2 do
+    if key.pools[i] == pool then return key.pools[i + 1] end
+  end
+  return 0
+end
+
+-- Blocks of the pool that a key with a share may hold now.
+function placement.part(key, pool)
+  return math.floor(books.limit_of(pool) * key.pool_share / POOL_SHARE_SCALE)
+end
+
+-- Whether the call stays within the part of the pool that its key may hold.
+local function within_part(call, pool)
+  local key = rows.fetch(records.keys, call.key)
+  return key.pool_share < 0 or placement.held_in(key, pool) + call.blocks <= placement.part(key, pool)
+end
+
 function placement.could_use(call, replica)
   return placement.contains(books.config.pools[call.lane] or {}, replica.pool) and placement.could_run(call, replica)
+    and within_part(call, replica.pool)
 end
 
 -- All but the blocks.
@@ -80,7 +101,7 @@ end
 function placement.place(id, call)
   if books.unfit[call] == books.room then return nil end
   for _, pool in ipairs(books.config.pools[call.lane]) do
-    local best = emptiest(id, call, pool)
+    local best = within_part(call, pool) and emptiest(id, call, pool)
     if best then return warmest(id, call, pool, percent(best) + 10) or best end
   end
   books.unfit[call] = books.room
@@ -89,6 +110,11 @@ end
 
 function placement.capped(call)
   local key = rows.fetch(records.keys, call.key)
-  return (key.blocks_max >= 0 and key.blocks + call.blocks > key.blocks_max)
-    or (key.requests_max >= 0 and key.calls + 1 > key.requests_max)
+  if (key.blocks_max >= 0 and key.blocks + call.blocks > key.blocks_max)
+    or (key.requests_max >= 0 and key.calls + 1 > key.requests_max) then return true end
+  if key.pool_share < 0 then return false end
+  for _, pool in ipairs(books.config.pools[call.lane]) do
+    if within_part(call, pool) then return false end
+  end
+  return true
 end

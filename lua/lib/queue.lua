@@ -3,6 +3,7 @@
 --- @include "lib/quotas"
 --- @include "lib/places"
 -- Tickets and parking: every index of the queue is written here and nowhere else.
+local SLICE = 32
 
 local function order_member(call, flow)
   return string.format('%s:%s:%016d:%s', call.lane, call.class, flow.tag, call.key)
@@ -89,7 +90,9 @@ function queue.join(id, call, returns)
   books.waiting = books.waiting + 1
 end
 
-function queue.park(call)
+-- Out of the order, until its key has room; a replica that was held for the call is free for others meanwhile.
+function queue.park(id, call)
+  queue.unhold(id)
   local name = flows.name_of(call)
   local flow = rows.fetch(records.flows, name)
   take_from_order(call, flow)
@@ -111,15 +114,21 @@ function queue.unpark(call, name, flow)
   books.meta.dirty = 1
 end
 
+-- What a member of PARKED says of the calls of its flow.
+local function place_of(member)
+  local key, lane, class = string.match(member, '^([^:]+):([^:]+):([^:]+)$')
+  return {key = key, lane = lane, class = class}
+end
+
+local function unpark_place(place)
+  local name = flows.name_of(place)
+  queue.unpark(place, name, rows.fetch(records.flows, name))
+end
+
 function queue.unpark_key(key)
   books.parked = books.parked or redis.call('ZCARD', zsets.PARKED)
   if books.parked == 0 then return end
-  for _, member in ipairs(zsets.with_prefix(zsets.PARKED, key, -1)) do
-    local lane, class = string.match(member, '^[^:]+:([^:]+):([^:]+)$')
-    local place = {lane = lane, class = class, key = key}
-    local name = flows.name_of(place)
-    queue.unpark(place, name, rows.fetch(records.flows, name))
-  end
+  for _, member in ipairs(zsets.with_prefix(zsets.PARKED, key, -1)) do unpark_place(place_of(member)) end
 end
 
 function queue.unhold(id)
@@ -132,6 +141,23 @@ function queue.unhold(id)
       books.room = books.room + 1
     end
   end
+end
+
+-- A pool may have a higher limit: who is parked for a part of it may be within that now.
+function queue.recheck_parked()
+  if redis.call('ZCARD', zsets.PARKED) > 0 then books.set('recheck', '-') end
+end
+
+-- Put back into the order, of the next parked flows, those of keys that have shares of pools.
+function queue.recheck_slice()
+  local from = books.meta.recheck
+  if from == '' or books.work <= 0 then return end
+  local members = redis.call('ZRANGEBYLEX', zsets.PARKED, from, '+', 'LIMIT', 0, SLICE + 1)
+  for i = 1, math.min(SLICE, #members) do
+    local place = place_of(members[i])
+    if rows.fetch(records.keys, place.key).pool_share >= 0 then unpark_place(place) end
+  end
+  books.set('recheck', #members > SLICE and '(' .. members[SLICE] or '')
 end
 
 -- The call was the last one of its flow.

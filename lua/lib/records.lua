@@ -17,18 +17,18 @@ local kinds = {
     end,
   },
   calls = {
-    key = 3, header = '\220\0\21',
-    read = function(_, state, owner, replica, key, class, lane, blocks, sequences, prefill, prefilling, cost,
+    key = 3, header = '\220\0\22',
+    read = function(_, state, owner, replica, pool, key, class, lane, blocks, sequences, prefill, prefilling, cost,
       deadline, arrival, passed, attempt, charged, exclude, prefer, charge, once, fingerprint)
-      return {state = state, owner = owner, replica = replica, key = key, class = class, lane = lane,
+      return {state = state, owner = owner, replica = replica, pool = pool, key = key, class = class, lane = lane,
         blocks = blocks, sequences = sequences, prefill = prefill, prefilling = prefilling, cost = cost,
         deadline = deadline, arrival = arrival, passed = passed, attempt = attempt, charged = charged,
         exclude = exclude, prefer = prefer, charge = charge, once = once, fingerprint = fingerprint}
     end,
     write = function(row)
-      return row.state, row.owner, row.replica, row.key, row.class, row.lane, row.blocks, row.sequences,
-        row.prefill, row.prefilling, row.cost, row.deadline, row.arrival, row.passed, row.attempt, row.charged,
-        row.exclude, row.prefer, row.charge, row.once, row.fingerprint
+      return row.state, row.owner, row.replica, row.pool, row.key, row.class, row.lane, row.blocks,
+        row.sequences, row.prefill, row.prefilling, row.cost, row.deadline, row.arrival, row.passed, row.attempt,
+        row.charged, row.exclude, row.prefer, row.charge, row.once, row.fingerprint
     end,
   },
   flows = {
@@ -42,13 +42,14 @@ local kinds = {
     end,
   },
   keys = {
-    key = 7, header = '\150', blank = {1, -1, -1, 0, 0, {}},
-    read = function(_, weight, blocks_max, requests_max, blocks, calls, quotas)
-      return {weight = weight, blocks_max = blocks_max, requests_max = requests_max, blocks = blocks,
-        calls = calls, quotas = quotas}
+    key = 7, header = '\152', blank = {1, -1, -1, -1, 0, 0, {}, {}},
+    read = function(_, weight, blocks_max, requests_max, pool_share, blocks, calls, quotas, pools)
+      return {weight = weight, blocks_max = blocks_max, requests_max = requests_max, pool_share = pool_share,
+        blocks = blocks, calls = calls, quotas = quotas, pools = pools}
     end,
     write = function(row)
-      return row.weight, row.blocks_max, row.requests_max, row.blocks, row.calls, row.quotas
+      return row.weight, row.blocks_max, row.requests_max, row.pool_share, row.blocks, row.calls, row.quotas,
+        row.pools
     end,
   },
   sessions = {

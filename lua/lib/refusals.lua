@@ -2,6 +2,7 @@
 --- @include "lib/appointments"
 --- @include "lib/queue"
 -- What a refused call is told: code, knob, measured, limit, retry_ms.
+local POOL_SHARE_SCALE = 1000000
 
 -- The call is larger than all replicas of its lane (context_length_exceeded), or those that would do are down.
 function refusals.backend(call)
@@ -22,11 +23,32 @@ function refusals.backend(call)
   return {'refused', 'no_backend', '', 0, 0, drain.FIRST_APPOINTMENT_MS}
 end
 
--- The call is larger than its key may ever hold, or its key may hold none.
+-- Most blocks that a key may hold of one pool of the lane when all replicas are up; nil where that is not known.
+local function part_in_health(key, lane)
+  local most = 0
+  for _, pool in ipairs(books.config.pools[lane]) do
+    local limit = 0
+    for _, replica in ipairs(books.pool(pool)) do
+      if replica.state ~= 'removed' then
+        if replica.usable == 0 then return nil end
+        limit = limit + replica.limit
+      end
+    end
+    most = math.max(most, math.floor(limit * key.pool_share / POOL_SHARE_SCALE))
+  end
+  return most
+end
+
+-- The call is larger than its key may ever hold, or its key may hold none; nil = neither.
 function refusals.cap(call, key)
   if key.blocks_max >= 0 and call.blocks > key.blocks_max then
     return {'refused', 'key_cap_exceeded', 'blocks_max', call.blocks, key.blocks_max, 0}
   end
+  local most = key.pool_share >= 0 and part_in_health(key, call.lane)
+  if most and call.blocks > most then
+    return {'refused', 'key_cap_exceeded', 'pool_share', call.blocks, most, 0}
+  end
+  if key.requests_max ~= 0 then return nil end
   return {'refused', 'quota_exceeded', 'requests_max', 1, 0, drain.FIRST_APPOINTMENT_MS}
 end
 
@@ -35,7 +57,12 @@ local function capped(call)
   if key.requests_max >= 0 and key.calls + 1 > key.requests_max then
     return {'refused', 'quota_exceeded', 'requests_max', key.calls + 1, key.requests_max, wait}
   end
-  return {'refused', 'quota_exceeded', 'blocks_max', key.blocks + call.blocks, key.blocks_max, wait}
+  if key.blocks_max >= 0 and key.blocks + call.blocks > key.blocks_max then
+    return {'refused', 'quota_exceeded', 'blocks_max', key.blocks + call.blocks, key.blocks_max, wait}
+  end
+  local pool = books.config.pools[call.lane][1]
+  local held = placement.held_in(key, pool) + call.blocks
+  return {'refused', 'quota_exceeded', 'pool_share', held, placement.part(key, pool), wait}
 end
 
 -- Most blocks free on one replica that the call may use.

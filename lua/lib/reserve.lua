@@ -67,16 +67,40 @@ local function count_passed(id, call, replica)
   end
 end
 
+-- A pool's figure among those of a key, which are of pools where it holds something.
+local function changed_pools(pools, pool, more)
+  local changed, found = {}, false
+  for i = 1, #pools, 2 do
+    local held = pools[i + 1]
+    if pools[i] == pool then held, found = held + more, true end
+    if held ~= 0 then
+      changed[#changed + 1] = pools[i]
+      changed[#changed + 1] = held
+    end
+  end
+  if not found then
+    changed[#changed + 1] = pool
+    changed[#changed + 1] = more
+  end
+  return changed
+end
+
+-- The call's key holds more blocks and calls, or fewer.
+function reserve.count_held(call, blocks, calls)
+  local key = rows.fetch(records.keys, call.key)
+  key.blocks, key.calls = key.blocks + blocks, key.calls + calls
+  key.pools = changed_pools(key.pools, call.pool, blocks)
+  rows.store(records.keys, call.key, key)
+end
+
 -- state: 'unclaimed' or 'reserved'.
 function reserve.take(id, call, replica, state)
   replica.used = replica.used + call.blocks
   replica.sequences = replica.sequences + call.sequences
   replica.prefill = replica.prefill + call.prefill
   books.store_replica(replica)
-  local key = rows.fetch(records.keys, call.key)
-  key.blocks, key.calls = key.blocks + call.blocks, key.calls + 1
-  rows.store(records.keys, call.key, key)
-  call.prefilling, call.replica, call.state = call.prefill, replica.name, state
+  call.prefilling, call.replica, call.pool, call.state = call.prefill, replica.name, replica.pool, state
+  reserve.count_held(call, call.blocks, 1)
   rows.store(records.calls, id, call)
   books.moves = books.moves + 1
   if state == 'reserved' then
@@ -107,10 +131,10 @@ end
 
 -- Take a reservation off its replica, its key and its owner's digest.
 function reserve.vacate(id, call)
-  local replica, key = books.replicas[call.replica], rows.fetch(records.keys, call.key)
+  local replica = books.replicas[call.replica]
   take_off(call, replica)
-  key.blocks, key.calls = key.blocks - call.blocks, key.calls - 1
-  rows.store(records.keys, call.key, key)
+  reserve.count_held(call, -call.blocks, -1)
+  call.pool = ''
   if call.state == 'reserved' then
     count_claimed(id, call, -1)
   else

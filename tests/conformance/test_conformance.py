@@ -21,7 +21,30 @@ def test_a_malformed_op_is_an_error_of_its_own(store_client):
     fleet = FleetConfig(6000, 1000, 20, (("a", ("p",)),), (("normal", 0),), (replica,))
     twin, now, owner = Twin(store_client, fleet), 1_000_000, "o0"
     twin.hello(now, owner)
-    good = ["A", "00000000aa", "k0", "normal", "a", 1, 1, 0, 1, 100, 1, -1, -1, 5, 5, [], [], [], "", "", 0]
+    good = [
+        "A",
+        "00000000aa",
+        "k0",
+        "normal",
+        "a",
+        1,
+        1,
+        0,
+        1,
+        100,
+        1,
+        -1,
+        -1,
+        -1,
+        5,
+        5,
+        [],
+        [],
+        [],
+        "",
+        "",
+        0,
+    ]
     bad = [
         ["X"],
         ["S", "00000000aa"],
@@ -49,7 +72,30 @@ def test_a_run_that_breaks_off_leaves_nothing_to_the_next(store_client):
     twin.hello(now, owner)
     twin.step(now, owner, 1, [["Y"]])
     twin.step(now + 2000, owner, 2, [["Y"]])
-    admit = ["A", "00000000aa", "k0", "normal", "a", 20, 1, 0, 1, 100, 1, -1, -1, 0, 0, [], [], [], "", "", 0]
+    admit = [
+        "A",
+        "00000000aa",
+        "k0",
+        "normal",
+        "a",
+        20,
+        1,
+        0,
+        1,
+        100,
+        1,
+        -1,
+        -1,
+        -1,
+        0,
+        0,
+        [],
+        [],
+        [],
+        "",
+        "",
+        0,
+    ]
     arguments = (twin.scripts.function("step"), len(twin.keys), *twin.keys, now + 2000, owner, 3, "wake:")
     store_client.execute_command("ACL", "SETUSER", "halved", "on", "nopass", "~*", "&*", "+@all", "-hset")
     try:

@@ -51,8 +51,8 @@ class Fleet:
         a = {"class": "normal", "lane": "a", "wait_ms": 3_600_000, "queue_max": QUEUE_MAX, "key_max": QUEUE_MAX,
              "once": "", "place_only": 0} | changes  # fmt: skip
         id_ = f"{next(self._ids):010x}"
-        return ["A", id_, key, a["class"], a["lane"], blocks, 1, 0, blocks, a["wait_ms"], 1, -1, -1, a["queue_max"],
-                a["key_max"], [], [], [], fingerprint, a["once"], a["place_only"]]  # fmt: skip
+        return ["A", id_, key, a["class"], a["lane"], blocks, 1, 0, blocks, a["wait_ms"], 1, -1, -1, -1,
+                a["queue_max"], a["key_max"], [], [], [], fingerprint, a["once"], a["place_only"]]  # fmt: skip
 
     def ask(self, key: str = "k", fingerprint: str = "", owner: str = "o0", **changes: Any) -> tuple[str, Op]:
         """The new call's id, and what it was told."""
@@ -311,7 +311,7 @@ def test_it_ends_with_the_lease_of_a_lost_gateway(fleet: Fleet) -> None:
 
 def redeclared(op: Op) -> Op:
     key, class_, lane, blocks = op[2:6]
-    return ["R", op[1], "r0", key, class_, lane, blocks, 1, 0, blocks, 1, -1, -1, 1, op[18], op[19]]
+    return ["R", op[1], "r0", key, class_, lane, blocks, 1, 0, blocks, 1, -1, -1, -1, 1, op[19], op[20]]
 
 
 def test_it_holds_for_a_call_that_is_declared_again(fleet: Fleet) -> None:

@@ -39,7 +39,7 @@ class Lane:
 
     def admit(self, blocks: int, key: str, wait_ms: int = 60_000, requests_max: int = -1) -> Op:
         id_ = f"{next(self._ids):010x}"
-        limits = [1, -1, requests_max, 50, 25]
+        limits = [1, -1, requests_max, -1, 50, 25]
         return ["A", id_, key, "normal", "a", blocks, 1, 0, 1, wait_ms, *limits, [], [], [], "", "", 0]
 
     def drain_slowly(self, blocks: int, key: str) -> None:

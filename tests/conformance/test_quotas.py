@@ -29,6 +29,7 @@ def admit(id_: str, cost_us: int, queue_max: int = 0) -> Op:
         1,
         -1,
         -1,
+        -1,
         queue_max,
         queue_max,
         [],

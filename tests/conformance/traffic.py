@@ -8,12 +8,12 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
-from gateway.core.books import Books, Call, FleetConfig, ReplicaConfig
-from gateway.core.order import DIGEST_MODULUS, ID_BITS, LOOKAHEAD, WORK
+from gateway.core.books import Books, Call, FleetConfig, Key, ReplicaConfig
+from gateway.core.order import DIGEST_MODULUS, ID_BITS, LOOKAHEAD, POOL_SHARE_SCALE, WORK
 
 Op = list[Any]
-Policy = tuple[int, int, int]
-"""Weight, most blocks and most calls of a key."""
+Policy = tuple[int, int, int, int]
+"""Weight, most blocks, most calls and part of a pool of a key."""
 
 CLASSES = (("high", 0), ("normal", 200), ("low", 100))
 PALETTES = (("normal",), ("high", "normal"), ("high", "low"), ("normal", "normal", "high", "low"))
@@ -24,6 +24,8 @@ LANES = (
     (("a", ("p",)), ("b", ("p",))),
 )
 """Three of four share replicas among lanes."""
+SHARES = ((-1,), (-1, POOL_SHARE_SCALE // 4, POOL_SHARE_SCALE // 2))
+"""Half of the examples go without: who may hold a part of a pool only waits rarely for its replicas."""
 HEARTBEAT_MS = 1_000
 GAP_MS = 2 * HEARTBEAT_MS
 """The clock passes so much at most in one script."""
@@ -38,6 +40,8 @@ class Start:
     fleet: FleetConfig
     policies: dict[str, Policy]
     classes: tuple[str, ...]
+    shares: tuple[int, ...]
+    """Of pools, that keys may have."""
 
 
 @dataclass
@@ -98,14 +102,20 @@ def fleets(draw: DrawFn) -> FleetConfig:
 def starts(draw: DrawFn) -> Start:
     """One, three or twelve keys (more than a dispatch looks at), and the classes that they use."""
     fleet = draw(fleets())
-    policy = policies(fleet.replicas[0].limit)
+    shares = draw(st.sampled_from(SHARES))
+    policy = policies(fleet.replicas[0].limit, shares)
     count = draw(st.sampled_from((1, 3, 12)))
-    return Start(fleet, {f"k{i}": draw(policy) for i in range(count)}, draw(st.sampled_from(PALETTES)))
+    return Start(
+        fleet, {f"k{i}": draw(policy) for i in range(count)}, draw(st.sampled_from(PALETTES)), shares
+    )
 
 
-def policies(limit: int) -> st.SearchStrategy[Policy]:
+def policies(limit: int, shares: tuple[int, ...]) -> st.SearchStrategy[Policy]:
     return st.tuples(
-        st.sampled_from((1, 2, 4)), st.sampled_from((-1, -1, limit // 2)), st.sampled_from((-1, -1, 2))
+        st.sampled_from((1, 2, 4)),
+        st.sampled_from((-1, -1, limit // 2)),
+        st.sampled_from((-1, -1, 2)),
+        st.sampled_from(shares),
     )
 
 
@@ -142,12 +152,16 @@ def moments(draw: DrawFn, world: World) -> int:
 
 
 def sizes(world: World, key: str) -> list[int]:
-    """Blocks: 1, 2, half, all, over; what is left on a replica or under the key's cap, and one more."""
+    """Blocks: 1, 2, half, all, over; what is left on a replica or under the key's caps, and one more."""
     limit, books = world.limit, world.books
     rest = [r.limit - r.used for r in books.replicas.values()]
-    cap = world.policies[key][1]
-    if cap >= 0 and key in books.keys:
-        rest.append(cap - books.keys[key].blocks)
+    _, cap, _, share = world.policies[key]
+    held = books.keys.get(key, Key())
+    if cap >= 0:
+        rest.append(cap - held.blocks)
+    if share >= 0:
+        limits = {pool: sum(r.limit for r in books.replicas.values() if r.pool == pool) for pool in "pq"}
+        rest += [limit * share // POOL_SHARE_SCALE - held.held_in(pool) for pool, limit in limits.items()]
     edges = {size for left in rest for size in (left, left + 1) if size > 0}
     return [1, 1, 2, 3, 7, limit // 4, limit // 2, limit, limit + 3, limit + 9, *sorted(edges)]
 
@@ -301,7 +315,7 @@ def returns(draw: DrawFn, world: World, owner: str) -> list[Op]:
 
 def _in_place(op: Op, wait_ms: int, fingerprint: str) -> Op:
     """An admit that nothing but its wait keeps from a place in the queue."""
-    return [*op[:9], wait_ms, *op[10:13], 100, 100, *op[15:17], [], fingerprint, "", op[20]]
+    return [*op[:9], wait_ms, *op[10:14], 100, 100, *op[16:18], [], fingerprint, "", op[21]]
 
 
 @st.composite
@@ -374,8 +388,31 @@ MALFORMED: tuple[Op, ...] = (
     ["S", "00000000aa", 1, 1, [0], ""],
     ["S", "00000000aa", 1, 1, [], "0123"],
     ["S", "00000000aa", 1, 1, [], "0123456789abcde:"],
-    ["A", "00000000ba", "k0", "normal", "a", 1, 1, 0, 1, 9, 1, -1, -1, 9, 9, [], [], [0, 1], "", "", 0],
-    ["A", "00000000ba", "k0", "normal", "a", 1, 1, 0, 1, 9, 1, -1, -1, 9, 9, [], [], [0, -1, 5], "", "", 0],
+    ["A", "00000000ba", "k0", "normal", "a", 1, 1, 0, 1, 9, 1, -1, -1, -1, 9, 9, [], [], [0, 1], "", "", 0],
+    [
+        "A",
+        "00000000ba",
+        "k0",
+        "normal",
+        "a",
+        1,
+        1,
+        0,
+        1,
+        9,
+        1,
+        -1,
+        -1,
+        -1,
+        9,
+        9,
+        [],
+        [],
+        [0, -1, 5],
+        "",
+        "",
+        0,
+    ],
     ["Z", "00000000aa", 0],
     ["Z", "00000000aa", 1.5],
     ["H", 2**53, 0],
@@ -438,16 +475,21 @@ def upsets(draw: DrawFn, world: World) -> tuple[str, Any]:
         return kind, draw(changed_fleets(world))
     if kind == "policy":
         key = draw(st.sampled_from(sorted(world.policies)))
-        return kind, {key: draw(policies(world.limit))}
+        return kind, {key: draw(policies(world.limit, world.start.shares))}
     return kind, None
 
 
 @st.composite
 def changed_fleets(draw: DrawFn, world: World) -> FleetConfig:
-    """Limits and the bound of overtaking change, engines are unknown again, one replica goes for good."""
+    """Limits and the bound of overtaking change, engines are unknown again or in another pool, one replica goes for
+    good."""
     fleet = world.start.fleet
     limits = st.sampled_from((world.limit, world.limit, world.limit // 2, -1))
-    replicas = [replace(r, limit=draw(limits)) for r in fleet.replicas]
+    moved = st.sampled_from((False,) * 7 + (True,))
+    replicas = [
+        replace(r, limit=draw(limits), pool="pq"[r.pool == "p"] if draw(moved) else r.pool)
+        for r in fleet.replicas
+    ]
     if len(replicas) > 1 and draw(st.sampled_from((False, False, True))):
         replicas.pop()
     overtake_blocks = draw(st.sampled_from((fleet.overtake_blocks, fleet.overtake_blocks, world.limit)))

@@ -120,7 +120,8 @@ def lua_content(content: Content) -> dict[str, Any]:
     }
     scalars = ("epoch", "policy", "clock", "wall", "skipped", "opens_after", "opens_at", "arrivals", "dirty")
     return {
-        "meta": {name: int(meta.get(name, 0)) for name in scalars},
+        "meta": {name: int(meta.get(name, 0)) for name in scalars}
+        | {"recheck": _text(meta.get("recheck", ""))},
         "replicas": _hash(content, "replicas"),
         "calls": _hash(content, "calls"),
         "keys": _hash(content, "keys"),
@@ -202,6 +203,7 @@ def spec_content(books: Books) -> dict[str, Any]:
             "opens_at": books.opens_at,
             "arrivals": books.arrivals,
             "dirty": int(books.dirty),
+            "recheck": books.recheck,
         },
         "replicas": {r.name: _row(r, "replica") for r in books.replicas.values()},
         "calls": {c.id: _row(c, "call") for c in books.calls.values()},

@@ -319,7 +319,30 @@ def step(w, owner, *ops):
     return decode_step(reply)[5]
 
 
-FOREIGN = ["A", "00000000aa", "k", "normal", "a", 7, 1, 0, 7, 5000, 1, -1, -1, 9, 9, [], [], [], "", "", 0]
+FOREIGN = [
+    "A",
+    "00000000aa",
+    "k",
+    "normal",
+    "a",
+    7,
+    1,
+    0,
+    7,
+    5000,
+    1,
+    -1,
+    -1,
+    -1,
+    9,
+    9,
+    [],
+    [],
+    [],
+    "",
+    "",
+    0,
+]
 
 
 @pytest.mark.parametrize("busy", [False, True])

@@ -205,6 +205,25 @@ async def test_who_waited_for_its_limit_may_wait_that_much_less_for_its_fleet(st
         await world.quiet()
 
 
+async def test_who_waited_for_its_limit_was_not_refused_at_once(store_url: str) -> None:
+    """So it says nothing of how fast refusals are."""
+    key = key_of(1, quotas=(Quota(REQUESTS_PER_MINUTE, 1, 1),))
+    async with (
+        mock_engine(EngineConfig(step_base_ms=1), speed=4) as mock,
+        gateway(store_url, {"a": mock.url}, key=key) as world,
+    ):
+        assert (await world.visit(chat())).status == 200
+        world.facts.clear()
+        release = await world.hold_limit("limited")
+        visiting = asyncio.create_task(world.visit(chat()))
+        await waits_for_limit(world)
+        release()
+        assert message(await visiting).endswith("left of the key's limits.requests_per_minute, which is 1")
+        end = world.only_end()
+        assert (end.reason, end.refusal_ms) == (Code.QUOTA_EXCEEDED, None)
+        await world.quiet()
+
+
 async def test_waiting_for_a_limit_in_vain_is_a_queue_timeout(store_url: str, asked: list[str]) -> None:
     async with gateway(store_url, {"a": NOWHERE}, key=key_of(1), wait_ms=50) as world:
         release = await world.hold_limit("limited")

@@ -112,7 +112,7 @@ async def taken(store_url: str, key: Key | None = None) -> AsyncIterator[Stage]:
 
     async def take() -> Callable[[], None]:
         release = await world.hold(1000)
-        return lambda: asyncio.get_running_loop().call_later(0.02, release)
+        return lambda: asyncio.get_running_loop().call_later(0.06, release)
 
     async with (
         mock_engine(EngineConfig(step_base_ms=1), speed=4) as mock,

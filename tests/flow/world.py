@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 import redis
 
 from gateway.all_fleets import books_config
@@ -111,13 +112,14 @@ class World:
         async with asyncio.timeout(LONG):
             return await Visitor(self.app, body, **options).run()
 
-    async def hold(self, blocks: int) -> Callable[[], None]:
+    async def hold(self, blocks: int, **changes: Any) -> Callable[[], None]:
         """Take blocks as another client would; returns what gives them back."""
-        return await _held(self.ledger, admission(blocks))
+        return await _held(self.ledger, msgspec.structs.replace(admission(blocks), **changes))
 
     async def hold_limit(self, key: str) -> Callable[[], None]:
         """Be one call of the key that runs on another fleet."""
-        return await _held(self.limits, admission(1, key, lane=ALL_FLEETS, requests_max=1))
+        wanted = msgspec.structs.replace(admission(1, key), lane=ALL_FLEETS, requests_max=1)
+        return await _held(self.limits, wanted)
 
     async def queued(self, count: int) -> None:
         """Returns when so many calls hold a ticket."""
@@ -161,10 +163,10 @@ async def _held(ledger: ValkeyLedger, wanted: Admission) -> Callable[[], None]:
     return lambda: reservation.settle(None, None)
 
 
-def admission(blocks: int, key: str = "holder", lane: str = "short", requests_max: int = -1) -> Admission:
+def admission(blocks: int, key: str = "holder") -> Admission:
     return Admission(
-        key=key, class_="normal", lane=lane, blocks=blocks, sequences=1, prefill=0, cost=1, wait_ms=20_000,
-        weight=1, blocks_max=-1, requests_max=requests_max, queue_max=100, queue_key_max=100,
+        key=key, class_="normal", lane="short", blocks=blocks, sequences=1, prefill=0, cost=1, wait_ms=20_000,
+        weight=1, blocks_max=-1, requests_max=-1, queue_max=100, queue_key_max=100,
         identity=Identity(key, "", secrets.token_bytes(8)),
     )  # fmt: skip
 

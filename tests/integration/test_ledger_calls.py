@@ -16,7 +16,7 @@ from gateway.core.outcomes import Code, Refusal
 from gateway.core.quota import Quota, Units
 from gateway.ledger.api import Grant
 from gateway.ledger.state import read_state
-from tests.integration.ledger_world import eventually, running_store, world
+from tests.integration.ledger_world import HOLD, eventually, running_store, world
 
 LEDGER_DOCUMENT = Path(__file__).parents[2] / "docs/ledger.md"
 
@@ -98,6 +98,13 @@ REFUSALS = [
         ("30", "blocks_max", "20"),
         False,
     ),
+    (
+        "above the key's part of a pool",
+        {"blocks": 51, "pool_share": 500_000},
+        Code.KEY_CAP_EXCEEDED,
+        ("needs 51", "limits.pool_share", "is 50"),
+        False,
+    ),
     ("queue off", {"queue_max": 0}, Code.CAPACITY_EXCEEDED, ("10", "queue.depth_max is 0"), None),
     (
         "queue full",
@@ -118,6 +125,13 @@ REFUSALS = [
         {"blocks_max": 105, "queue_max": 0},
         Code.QUOTA_EXCEEDED,
         ("hold 110", "limits.blocks_max is 105"),
+        None,
+    ),
+    (
+        "part of a pool of the key",
+        {"pool_share": 500_000, "queue_max": 0},
+        Code.QUOTA_EXCEEDED,
+        ("hold 110 KV blocks of a pool", "limits.pool_share", "is 50"),
         None,
     ),
     ("no time", {"wait_ms": 0}, Code.QUEUE_TIMEOUT, ("0 ms",), None),
@@ -549,4 +563,16 @@ async def test_an_empty_quota_is_remembered_for_a_moment(path):
         await eventually(w.empty)
         again = await m.reserve(10, charges=taken)
         again.settle(None, None)
+        await eventually(w.empty)
+
+
+async def test_a_ledger_that_was_not_needed_for_long_has_not_missed_its_store(path):
+    """Its first calls wait for the connection, as those of a process that has just started."""
+    skipped = [0.0]
+    async with world(path, 100) as w:
+        m = w.add(now=lambda: time.monotonic() + skipped[0])
+        skipped[0] = 2 * HOLD.seconds
+        m.go_on()
+        await asyncio.sleep(0)
+        (await m.reserve(10)).settle(None, None)
         await eventually(w.empty)

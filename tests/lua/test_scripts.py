@@ -97,7 +97,7 @@ def test_the_library_is_whole() -> None:
 def test_what_a_run_changes_is_made_anew_by_the_next() -> None:
     """The library stays loaded: a module's own variable would be the last run's, of any fleet."""
     kept = {
-        "books": {"meta_key", "pools", "run", "last_config", "last_rows", "whole"},
+        "books": {"meta_key", "pools", "limits", "run", "last_config", "last_rows", "whole"},
         "fronts": {"known", "changes", "some"},
         "records": {"kinds"},
         "order": {"lines"},

@@ -184,8 +184,23 @@ def test_the_first_token_gives_the_prefill_budget_back_and_keeps_the_blocks():
         ({"blocks_max": 29}, Denied(Code.QUOTA_EXCEEDED, "blocks_max", 30, 29)),
         ({"requests_max": 2}, Denied(Code.QUOTA_EXCEEDED, "requests_max", 3, 2)),
         ({"key": "other", "blocks_max": 10, "requests_max": 1}, "r0"),
+        ({"pool_share": 300_000}, "r0"),
+        ({"pool_share": 299_999}, Denied(Code.QUOTA_EXCEEDED, "pool_share", 30, 29)),
+        ({"key": "other", "pool_share": 100_000}, "r0"),
+        ({"pool_share": 299_999, "pools": ()}, Denied(Code.NO_BACKEND, "", 0, 0)),
     ],
 )
 def test_a_keys_caps_are_judged_against_what_this_process_holds_of_it(caps, found):
     share = Share({"r0": portion()}, {"1": holding(10), "2": holding(10)})
     assert share.choose(wanted(10, **caps), {}) == found
+
+
+def test_at_its_part_of_a_pool_a_call_goes_to_the_next():
+    """A part of what this process may hold there; a replica that is down adds nothing to it."""
+    mine = {"r0": portion(), "r1": portion(up=False), "s0": portion(pool="q")}
+    share = Share(mine, {"1": holding(20), "2": holding(20, key="other")})
+    assert share.choose(wanted(10, pools=("p", "q"), pool_share=300_000), {}) == "r0"
+    assert share.choose(wanted(11, pools=("p", "q"), pool_share=300_000), {}) == "s0"
+    assert share.choose(wanted(31, pools=("p", "q"), pool_share=300_000), {}) == Denied(
+        Code.QUOTA_EXCEEDED, "pool_share", 51, 30
+    )

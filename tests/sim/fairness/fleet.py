@@ -150,6 +150,6 @@ def _id(number: int) -> str:
 
 def _admit(id_: str, call: Call) -> Op:
     return [
-        "A", id_, call.key, call.class_, "all", call.blocks, 1, 0, call.expected_cost, PATIENT_MS, call.weight, -1, -1,
-        UNLIMITED, UNLIMITED, [], [], [], "", "", 0,
+        "A", id_, call.key, call.class_, "all", call.blocks, 1, 0, call.expected_cost, PATIENT_MS, call.weight,
+        -1, -1, -1, UNLIMITED, UNLIMITED, [], [], [], "", "", 0,
     ]  # fmt: skip
