@@ -25,6 +25,8 @@ from tests.flow.driver import Suspensions, Visitor
 from tests.flow.engines import MockEngine, mock_engine
 from tests.flow.world import World, chat, gateway, soon
 
+Running = asyncio.Task[None]
+
 STREAM = chat(stream=True, max_tokens=4)
 WHOLE = chat(max_tokens=4)
 SUSPENSIONS_MAX = 80
@@ -39,8 +41,8 @@ class Stage:
 
     world: World
     mocks: list[MockEngine]
-    prepare: Callable[[], Awaitable[Callable[[], None]]]
-    """Returns what is called when the run has begun."""
+    prepare: Callable[[], Awaitable[Callable[[Running], None]]]
+    """Returns what is called with the run once it has begun."""
 
     async def check(self) -> None:
         await self.world.quiet()
@@ -51,8 +53,8 @@ class Stage:
 
 @asynccontextmanager
 async def plain(store_url: str) -> AsyncIterator[Stage]:
-    async def nothing() -> Callable[[], None]:
-        return lambda: None
+    async def nothing() -> Callable[[Running], None]:
+        return lambda task: None
 
     async with (
         mock_engine(EngineConfig(step_base_ms=1), speed=4) as mock,
@@ -65,9 +67,9 @@ async def plain(store_url: str) -> AsyncIterator[Stage]:
 async def full(store_url: str) -> AsyncIterator[Stage]:
     """The one replica is taken until the call has begun to wait."""
 
-    async def take() -> Callable[[], None]:
+    async def take() -> Callable[[Running], None]:
         release = await world.hold(1000)
-        return lambda: asyncio.get_running_loop().call_later(0.004, release)
+        return lambda task: asyncio.get_running_loop().call_later(0.004, release)
 
     async with (
         mock_engine(EngineConfig(step_base_ms=1), speed=4) as mock,
@@ -80,9 +82,9 @@ async def full(store_url: str) -> AsyncIterator[Stage]:
 async def limited(store_url: str) -> AsyncIterator[Stage]:
     """The one call that the key may have over all fleets runs elsewhere until this one has begun to wait."""
 
-    async def take() -> Callable[[], None]:
+    async def take() -> Callable[[Running], None]:
         release = await world.hold_limit(LIMITED.name)
-        return lambda: asyncio.get_running_loop().call_later(0.004, release)
+        return lambda task: asyncio.get_running_loop().call_later(0.004, release)
 
     async with (
         mock_engine(EngineConfig(step_base_ms=1), speed=4) as mock,
@@ -95,9 +97,9 @@ async def limited(store_url: str) -> AsyncIterator[Stage]:
 async def failing_once(store_url: str) -> AsyncIterator[Stage]:
     """The roomiest replica breaks the first attempt off."""
 
-    async def break_first() -> Callable[[], None]:
+    async def break_first() -> Callable[[Running], None]:
         first.app.faults.add(Fault(Kind.RESET_BEFORE_HEADERS), 1)
-        return lambda: None
+        return lambda task: None
 
     config = EngineConfig(step_base_ms=1)
     async with mock_engine(config, speed=4) as first, mock_engine(config, speed=4) as second:
@@ -108,11 +110,11 @@ async def failing_once(store_url: str) -> AsyncIterator[Stage]:
 
 @asynccontextmanager
 async def taken(store_url: str, key: Key | None = None) -> AsyncIterator[Stage]:
-    """The one replica is taken, and nobody may queue."""
+    """The one replica is taken until the call has ended, and nobody may queue."""
 
-    async def take() -> Callable[[], None]:
+    async def take() -> Callable[[Running], None]:
         release = await world.hold(1000)
-        return lambda: asyncio.get_running_loop().call_later(0.06, release)
+        return lambda task: task.add_done_callback(lambda _: release())
 
     async with (
         mock_engine(EngineConfig(step_base_ms=1), speed=4) as mock,
@@ -125,8 +127,8 @@ async def taken(store_url: str, key: Key | None = None) -> AsyncIterator[Stage]:
 async def counting(store_url: str) -> AsyncIterator[Stage]:
     """Prompts are counted with the vocabulary, long ones in the thread pool."""
 
-    async def nothing() -> Callable[[], None]:
-        return lambda: None
+    async def nothing() -> Callable[[Running], None]:
+        return lambda task: None
 
     counter = TiktokenCounter()
     async with (
@@ -189,16 +191,17 @@ async def run(stage: Stage, scene: Scene, at: int, how: str, turns: int = 0) -> 
 
     steps = Suspensions(visitor.run(), at, strike)
 
-    async def live() -> None:
-        await steps
-
-    task = asyncio.create_task(live())
-    begun()
+    task = asyncio.create_task(_finished(steps))
+    begun(task)
     async with asyncio.timeout(10):
         await asyncio.wait({task})
     if how != "cancelled" or not task.cancelled():
         assert task.result() is None
     return steps, visitor
+
+
+async def _finished(steps: Suspensions) -> None:
+    await steps
 
 
 def end(stage: Stage, visitor: Visitor, task: "asyncio.Task[Any]", how: str) -> None:
@@ -252,7 +255,7 @@ async def test_a_call_can_end_at_every_message_that_is_not_read(
             begun = await stage.prepare()
             visitor = Visitor(stage.world.app, scene.body, read_sends=message, **scene.options)
             task = asyncio.create_task(visitor.run())
-            begun()
+            begun(task)
             await soon(lambda: visitor.unread or task.done(), "the message is there")  # noqa: B023
             struck = visitor.unread
             end(stage, visitor, task, how)
@@ -316,8 +319,9 @@ async def suspension_of_asking(stage: Stage, scene: Scene) -> int:
         return type(ledger).open(ledger, *arguments)
 
     ledger.open = noted  # type: ignore[assignment]
-    begun()
-    await steps
+    task = asyncio.create_task(_finished(steps))
+    begun(task)
+    await task
     del ledger.open
     stage.world.only_end()
     await stage.check()
