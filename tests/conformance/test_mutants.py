@@ -1,11 +1,27 @@
-"""The comparison notices broken Lua.  Some of the faults; `make mutants` hunts them all."""
+"""The comparison notices broken Lua.  Faults of all parts that are found soon; `make mutants` hunts them all."""
 
 import pytest
 
 from tests.conformance.hunt import hunt, planted
 from tests.conformance.mutants import MUTANTS
 
-SOME = tuple(MUTANTS)[::5]
+SOME = (
+    "fit off by one",
+    "no dispatch after settle",
+    "another owner's call settled",
+    "lease end exclusive",
+    "stale batch accepted",
+    "overtaking without bound",
+    "key's caps not given back",
+    "prefill ignored",
+    "refund forgotten",
+    "gate opens before all have declared",
+    "quotas go by the ledger's clock",
+    "a displaced call is not told",
+    "a place is not remembered",
+    "two calls under one Idempotency-Key",
+    "a flow that left stays in the front",
+)
 
 
 @pytest.mark.parametrize("fault", MUTANTS)
