@@ -146,8 +146,8 @@ def test_the_body_matters_only_where_its_key_has_left_places_and_would_wait(flee
     assert fleet.ask()[1] == ["grant", "r0"]
 
 
-def test_a_flow_that_became_empty_goes_on_where_it_was(fleet: Fleet) -> None:
-    """Others were served meanwhile, so a new start would be behind those that wait."""
+def be_passed(fleet: Fleet) -> None:
+    """A call has left a flow that is empty since, and others were served."""
     running, _ = fleet.ask("other")
     left, _ = fleet.ask("k")
     others = [fleet.ask("other")[0] for _ in range(4)]
@@ -159,8 +159,21 @@ def test_a_flow_that_became_empty_goes_on_where_it_was(fleet: Fleet) -> None:
         id_ for id_ in [*others, *rivals] if fleet.twin.books.calls.get(id_) and id_ not in fleet.started
     ]
     assert len(waiting) == 6
+
+
+def test_a_flow_that_became_empty_goes_on_where_it_was(fleet: Fleet) -> None:
+    """A new start would be behind those that wait."""
+    be_passed(fleet)
     again, _ = fleet.ask("k", fingerprint=ONE)
     assert fleet.served()[0] == again
+
+
+def test_a_newcomer_to_such_a_flow_starts_anew(fleet: Fleet) -> None:
+    """What the other call missed is not its own."""
+    be_passed(fleet)
+    newcomer, _ = fleet.ask("k", fingerprint=OTHER)
+    assert fleet.twin.books.calls[newcomer].state == "queued"
+    assert fleet.twin.books.tags["a", "normal", "k"] > 0
 
 
 def test_places_do_not_start_anew_one_after_the_other(fleet: Fleet) -> None:
