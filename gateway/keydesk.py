@@ -136,7 +136,9 @@ class KeyDesk:
     def _unknown(self, name: str) -> Refusal:
         if name in self._book.file.by_name:
             return _invalid(
-                ConfigError("name", f"{name!r} is a key of the keys file, which is edited by itself")
+                ConfigError(
+                    "name", f"{name!r} is a key of the keys file, which `kvgate keys` changes with --file"
+                )
             )
         return Refusal(Code.NOT_FOUND, f"the store has no key {name!r}", "name")
 

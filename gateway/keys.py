@@ -155,8 +155,8 @@ def _client(environ: Environ) -> AdminClient:
 def _cut_text(name: str, count: int) -> str:
     calls = "1 call" if count == 1 else f"{count} calls"
     return (
-        f"{calls} of {name} ended in the process that was asked; every other one ends its own within a second, "
-        "which nobody counts here."
+        f"{calls} of {name} ended in the process that was asked; all other processes end theirs within a second, "
+        "which are not counted here."
     )
 
 

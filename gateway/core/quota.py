@@ -179,8 +179,8 @@ def refusal(taken: Sequence[Charge], bucket: int, left_us: int, retry_ms: int) -
     charge = next(charge for charge in taken if charge.quota.bucket == bucket)
     quota = charge.quota
     message = (
-        f"the request may take {charge.units} {quota.counts.replace('_', ' ')}, "
-        f"{quota.units_in(left_us)} are left of the key's {quota.setting}, which is {quota.limit}"
+        f"the request may take {charge.units} of the key's {quota.setting}, which is {quota.limit}; "
+        f"{quota.units_in(left_us)} left now"
     )
     left = Left(quota, quota.units_in(left_us), quota.microseconds(quota.capacity) - left_us)
     return Refusal(

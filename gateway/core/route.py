@@ -330,8 +330,9 @@ def _never_fits(
         message = f"The call has {request.sequences} sequences; an engine runs at most {most} at once."
         return Refusal(Code.TOO_MANY_SEQUENCES, message, "n", should_retry=False)
     roomiest = max(measured, key=lambda place: place.pool.usable_max)
+    sequences = "1 sequence" if request.sequences == 1 else f"{request.sequences} sequences, each"
     message = (
-        f"The call needs at least {roomiest.blocks} KV blocks ({request.sequences} sequences, each with a prompt of "
+        f"The call needs at least {roomiest.blocks} KV blocks ({sequences} with a prompt of "
         f"at least {min(roomiest.prompts)} tokens (estimated) and up to {roomiest.output_tokens} of output); "
         f"the largest engine has {roomiest.pool.usable_max}."
     )

@@ -141,7 +141,8 @@ async def test_a_failed_engine_costs_nothing_and_usage_corrects_both(store_url: 
             await soon(lambda: not world.ledger.inflight and not world.limits.inflight, "it was corrected")
         refused = await world.visit(body)
         assert refused.status == 429
-        assert "80 are left of the key's limits.all_fleets.output_tokens_per_day" in message(refused)
+        assert "of the key's limits.all_fleets.output_tokens_per_day, which is" in message(refused)
+        assert "; 80 left now" in message(refused)
         await world.quiet()
 
 
@@ -218,7 +219,7 @@ async def test_who_waited_for_its_limit_was_not_refused_at_once(store_url: str) 
         visiting = asyncio.create_task(world.visit(chat()))
         await waits_for_limit(world)
         release()
-        assert message(await visiting).endswith("left of the key's limits.requests_per_minute, which is 1")
+        assert message(await visiting).endswith("limits.requests_per_minute, which is 1; 0 left now")
         end = world.only_end()
         assert (end.reason, end.refusal_ms) == (Code.QUOTA_EXCEEDED, None)
         await world.quiet()

@@ -102,8 +102,7 @@ def test_a_refusal_names_the_limit_and_the_true_time() -> None:
     )
     assert refusal.code is Code.QUOTA_EXCEEDED
     assert refusal.message == (
-        "the request may take 100 prompt tokens, "
-        "38 are left of the key's limits.prompt_tokens_per_minute, which is 1000"
+        "the request may take 100 of the key's limits.prompt_tokens_per_minute, which is 1000; 38 left now"
     )
     assert (refusal.retry_ms, refusal.should_retry) == (37_200, None)
     later = quota.refusal([Charge(tokens, 100)], 2, 0, 120_001)
@@ -121,7 +120,7 @@ def test_who_used_more_than_the_bucket_holds_is_told_when_it_is_full() -> None:
     headers = dict(refusal.headers)
     assert headers[b"x-ratelimit-remaining-tokens"] == b"0"
     assert headers[b"x-ratelimit-reset-tokens"] == b"3m0s"
-    assert "0 are left" in refusal.message
+    assert "; 0 left now" in refusal.message
 
 
 @given(st.integers(1, 2000), st.sampled_from(range(len(BUCKETS))), st.data())

@@ -207,8 +207,9 @@ def test_a_demand_over_the_blocks_of_every_engine() -> None:
     assert demand(64_000, fleet=fleet, max_tokens=1).blocks == 4000
     answer = refusal(64_000, fleet=fleet, max_tokens=2)
     assert (answer.code, answer.should_retry, answer.retry_ms) == (Code.CONTEXT_LENGTH_EXCEEDED, False, None)
-    assert "4001 KV blocks" in answer.message
+    assert "4001 KV blocks (1 sequence with a prompt of" in answer.message
     assert "4000" in answer.message
+    assert "(2 sequences, each with a prompt of" in refusal(64_000, fleet=fleet, n=2, max_tokens=2).message
 
 
 def test_more_sequences_than_any_engine_runs() -> None:
