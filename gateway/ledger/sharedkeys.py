@@ -162,7 +162,7 @@ class FollowedKeys:
 
     async def _restore(self, version: int) -> None:
         known = self._known
-        flat = [part for pair in known.entries.items() for part in pair]
+        flat = [part for name, entry in known.entries.items() for part in (_raw(name), entry)]
         if await self._ask("callers_restore", known.version, known.mark, *flat):
             log.error(
                 "the store lost its keys (it had version %d, known is %d): the %d known ones stay in use and were put "
@@ -176,7 +176,8 @@ class FollowedKeys:
         """False where somebody else was quicker."""
         cut = _new_id() if edit.cut else ""
         entry = b"" if edit.entry is None else edit.entry
-        return bool(await self._ask("callers_change", self._known.mark, _new_id(), edit.name, entry, cut))
+        name = _raw(edit.name)
+        return bool(await self._ask("callers_change", self._known.mark, _new_id(), name, entry, cut))
 
     async def _connect(self) -> None:
         """Raises StoreAway."""
@@ -199,7 +200,13 @@ class FollowedKeys:
 
 
 def _pairs(flat: Sequence[bytes]) -> dict[str, bytes]:
-    return {name.decode(): entry for name, entry in zip(flat[::2], flat[1::2], strict=True)}
+    """Names are whatever the store has: one that is no text must not hide the others."""
+    names = [name.decode(errors="surrogateescape") for name in flat[::2]]
+    return dict(zip(names, flat[1::2], strict=True))
+
+
+def _raw(name: str) -> bytes:
+    return name.encode(errors="surrogateescape")
 
 
 def _new_id() -> str:

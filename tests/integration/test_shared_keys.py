@@ -169,6 +169,22 @@ async def test_entries_that_cannot_be_read_are_tried_again(
     assert other.entries == {"a": b"{}"}
 
 
+async def test_a_name_that_is_no_text_hides_no_other(join: Join, data: "redis.Redis[bytes]") -> None:
+    """And comes back with the others, byte for byte."""
+    state, entries, _ = CALLERS_KEYS
+    one = join()
+    await one.put("a")
+    data.hset(entries, b"\xff", b"{}")
+    data.hset(state, "mark", "another")
+    await one.put("b")
+    assert one.entries == {"a": b"{}", "b": b"{}", "\udcff": b"{}"}
+    data.flushall()
+    await look(one)
+    assert set(data.hkeys(entries)) == {b"a", b"b", b"\xff"}
+    await one.take_out("\udcff")
+    assert one.entries == {"a": b"{}", "b": b"{}"}
+
+
 # -- a store that is away, or lost its data ----------------------------------------------------------------------
 
 
