@@ -10,6 +10,7 @@ import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from gateway.call import Fleet
 from gateway.core.outcomes import Code, Refusal
@@ -154,7 +155,7 @@ def _keys(desk: Desk) -> APIRouter:
 
     @router.get("")
     async def list_() -> Response:
-        return JSONResponse({"keys": await asyncio.to_thread(desk.rows)})
+        return await asyncio.to_thread(lambda: JSONResponse({"keys": desk.rows()}))
 
     @router.post("")
     async def create(request: Request) -> Response:
@@ -176,15 +177,24 @@ def _keys(desk: Desk) -> APIRouter:
 
 async def _fields(request: Request) -> dict[str, Any]:
     """A JSON object.  Raises _Refused."""
-    body = b""
-    async for part in request.stream():
-        body += part
-        if len(body) > BODY_BYTES_MAX:
-            raise _Refused(Refusal(Code.BODY_TOO_LARGE, f"at most {BODY_BYTES_MAX} bytes are read here"))
+    body = await _body(request)
     try:
         return msgspec.json.decode(body, type=dict[str, Any])
-    except (msgspec.DecodeError, ValueError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise _Refused(Refusal(Code.INVALID_JSON, f"a JSON object is needed: {error}")) from None
+
+
+async def _body(request: Request) -> bytes:
+    """Raises _Refused."""
+    body = b""
+    try:
+        async for part in request.stream():
+            body += part
+            if len(body) > BODY_BYTES_MAX:
+                raise _Refused(Refusal(Code.BODY_TOO_LARGE, f"at most {BODY_BYTES_MAX} bytes are read here"))
+    except ClientDisconnect:  # nobody hears this
+        raise _Refused(Refusal(Code.CLIENT_DISCONNECT, "the body did not arrive")) from None
+    return body
 
 
 class _Refused(Exception):

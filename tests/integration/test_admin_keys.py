@@ -218,6 +218,7 @@ def test_bodies_paths_and_credentials(one: tuple[GatewayProcess, Admin]) -> None
         (b"[]", 400, "invalid_json"),
         (b"{", 400, "invalid_json"),
         (b'{"name": "\xff"}', 400, "invalid_json"),
+        (b'{"name": ' + b"[" * 20_000 + b"]" * 20_000 + b"}", 400, "invalid_json"),
         (b'{"name": "' + b"x" * 70_000 + b'"}', 413, "body_too_large"),
     ):
         assert admin.refused("POST", "/keys", status, content=body)[0] == code
