@@ -293,9 +293,8 @@ class Gateway:
         self._tasks.append(loop.create_task(self._limits.run()))
         self._tasks.append(loop.create_task(self.calls.watch_writes()))
         self._tasks += [loop.create_task(watch.run()) for watch in self._followed]
-        if self._settings.auth.keys_in_store or self._secrets.admin_token:
-            await self._shared.poll()
-            self._tasks.append(loop.create_task(self._shared.run()))
+        await self._shared.poll()
+        self._tasks.append(loop.create_task(self._shared.run()))
 
     def drain(self) -> None:
         """Not ready from now on; after the grace period what still runs is ended.  A second call ends that period."""

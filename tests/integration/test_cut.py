@@ -151,6 +151,19 @@ async def test_what_waits_and_what_is_being_read_ends_too(new_world: World) -> N
     await settled(gateway, mock, aborted=1)
 
 
+async def test_who_has_no_admin_api_hears_of_it_too(new_world: World) -> None:
+    """The token is given to one gateway, and no keys are in the store."""
+    (gateway,), mock = gateways_of(new_world, auth={"keys_in_store": False})
+    other = new_world.gateway(new_world.folder / "kvgate.yaml", gateway.key, KVGATE_ADMIN_TOKEN="")
+    stream = await streaming(await Wire.open(other.url), gateway.key)
+    with admin_of(gateway) as admin:
+        timer = Timer()
+        admin("POST", "/cut", json={"key": "filed"})
+        await is_cut(stream)
+        timer.in_time()
+    await settled(gateway, mock, aborted=1)
+
+
 async def test_a_process_that_starts_later_does_not_repeat_it(new_world: World) -> None:
     (gateway,), mock = gateways_of(new_world)
     with admin_of(gateway) as admin:
