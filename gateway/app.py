@@ -238,7 +238,11 @@ class Gateway:
             return
         path = Path(self._settings.auth.keys_file)
         secretless = self._settings.auth.names_from_outside
-        read = partial(_read_keys, path, [class_.name for class_ in self._settings.classes], secretless)
+        classes = [class_.name for class_ in self._settings.classes]
+
+        def read() -> Entries:
+            return self._book.read_file(Entries.of(load_keys(path, classes, secretless)))
+
         keys = read()
         self._book.use_file(keys)
         yield FileWatch(path, keys, read, self._book.use_file, partial(self._metrics.reload_failed, "keys"))
@@ -432,10 +436,6 @@ def _with_request_id(send: Send, request_id: str) -> Send:
 def _sum(values: Iterable[int | None]) -> int | None:
     found = list(values)
     return None if None in found else sum(value or 0 for value in found)
-
-
-def _read_keys(path: Path, classes: list[str], secretless: bool) -> Entries:
-    return Entries.of(load_keys(path, classes, secretless))
 
 
 def read_signature_keys(jwt: Jwt) -> tuple[PublicKey, ...]:

@@ -1,7 +1,7 @@
 """Who may call: the entries of the keys file and those of the store, as one.
 
 The file goes first: an entry of the store whose name or secret the file has too is not used, and limits that the file
-gives a group are those of the group.
+gives a group are those of the group; where it gives none those of the store are.
 """
 
 import logging
@@ -49,6 +49,38 @@ class Entries:
         return cls({entry.name: entry for entry in whole}, [key_of(entry) for entry in whole], limits, names)
 
 
+@dataclass(frozen=True, slots=True)
+class Both:
+    """The two sources as one; this too is no work for the event loop."""
+
+    file: Entries
+    stored: Entries
+    keys: Sequence[Key]
+    shadowed: Sequence[str]
+    """Names of the store's that are not among them."""
+
+    @classmethod
+    def of(cls, file: Entries, stored: Entries) -> "Both":
+        digests = {key.digest for key in file.keys} - {NO_SECRET}
+        used, shadowed = [], []
+        for key in stored.keys:
+            if key.name in file.by_name or key.digest in digests:
+                shadowed.append(key.name)
+            else:
+                used.append(_limited(key, stored.by_name, file.group_limits))
+        left = {
+            group: limits for group, limits in stored.group_limits.items() if group not in file.group_limits
+        }
+        filed = [_limited(key, file.by_name, left) for key in file.keys]
+        return cls(file, stored, [*used, *filed], shadowed)
+
+
+def _limited(key: Key, entries: Mapping[str, KeyEntry], group_limits: Mapping[str, Limits]) -> Key:
+    """With the limits that the other source gives its group."""
+    limits = group_limits.get(key.group or "")
+    return key_of(replace(entries[key.name], limits=limits)) if limits else key
+
+
 class KeyBook:
     """Keeps a keyring up to date with its two sources."""
 
@@ -57,9 +89,16 @@ class KeyBook:
         self.file = Entries()
         self.stored = Entries()
         """As the store has them; not all may be in use."""
+        self._both = Both.of(self.file, self.stored)
+        """As they were read last; the next use makes them anew where a source is another one by then."""
         self._ring = ring
         self._observer = observer
         self._told: set[str] = set()
+
+    def read_file(self, entries: Entries) -> Entries:
+        """Make them ready for `use_file`, in a thread."""
+        self._both = Both.of(entries, self.stored)
+        return entries
 
     def use_file(self, entries: Entries) -> None:
         self.file = entries
@@ -67,7 +106,9 @@ class KeyBook:
 
     def read_stored(self, raw: Mapping[str, bytes]) -> Callable[[], None]:
         """Check the store's entries, in a thread; what it returns puts them in use.  A wrong one is left out."""
-        return partial(self._use_stored, Entries.of(list(_right_ones(raw))))
+        entries = Entries.of(list(_right_ones(raw)))
+        self._both = Both.of(self.file, entries)
+        return partial(self._use_stored, entries)
 
     def _use_stored(self, entries: Entries) -> None:
         self.stored = entries
@@ -76,24 +117,14 @@ class KeyBook:
 
     def _use(self) -> None:
         """All at once, so that no call meets half of a change."""
-        digests = {key.digest for key in self.file.keys} - {NO_SECRET}
-        used = [key for key in self.stored.keys if not self._is_shadowed(key, digests)]
-        keys = [*(self._in_its_group(key) for key in used), *self.file.keys]
-        self._observer(keys)
-        self._ring.replace(keys)
-
-    def _is_shadowed(self, key: Key, digests: set[bytes]) -> bool:
-        if key.name not in self.file.by_name and key.digest not in digests:
-            return False
-        if key.name not in self._told:
-            log.warning("key %s of the store is not used: the keys file has its name or its secret", key.name)
-            self._told.add(key.name)
-        return True
-
-    def _in_its_group(self, key: Key) -> Key:
-        """With the limits that the file gives its group."""
-        limits = self.file.group_limits.get(key.group or "")
-        return key_of(replace(self.stored.by_name[key.name], limits=limits)) if limits else key
+        if self._both.file is not self.file or self._both.stored is not self.stored:
+            self._both = Both.of(self.file, self.stored)
+        self._observer(self._both.keys)
+        self._ring.replace(self._both.keys)
+        for name in self._both.shadowed:
+            if name not in self._told:
+                log.warning("key %s of the store is not used: the keys file has its name or its secret", name)
+                self._told.add(name)
 
     # -- what an edit of the store's entries has to keep to ----------------------------------------------------------
 
@@ -115,7 +146,7 @@ class KeyBook:
         group = self.stored.by_name[name].group if name in self.stored.by_name else None
         if group is None or group in self.file.group_limits or self.stored.limited_by.get(group) != {name}:
             return
-        others = [e.name for e in self.stored.by_name.values() if e.group == group and e.name != name]
+        others = [entry.name for entry in self._all() if entry.group == group and entry.name != name]
         if others:
             raise ConfigError(
                 "name", f"the group {group!r} has its limits from {name!r}: revoke its others first"
@@ -134,8 +165,12 @@ class KeyBook:
 
     def rows(self) -> list[dict[str, Any]]:
         """Every entry with its source; limits are those of the group where it has one."""
-        found = [row_of(entry) | {"source": "file"} for entry in self.file.by_name.values()]
-        return found + [row_of(entry) | {"source": "store"} for entry in self.stored.by_name.values()]
+        found = [self._row_of(entry) | {"source": "file"} for entry in self.file.by_name.values()]
+        return found + [self._row_of(entry) | {"source": "store"} for entry in self.stored.by_name.values()]
+
+    def _row_of(self, entry: KeyEntry) -> dict[str, Any]:
+        limits = self._limits_of(entry.group)
+        return row_of(replace(entry, limits=limits) if limits else entry)
 
 
 def _right_ones(raw: Mapping[str, bytes]) -> Iterator[KeyEntry]:
@@ -145,7 +180,7 @@ def _right_ones(raw: Mapping[str, bytes]) -> Iterator[KeyEntry]:
             entry = parse_key(msgspec.json.decode(text, type=dict))
             if entry.name != name:
                 raise ConfigError("name", "is another one than it is kept under")
-        except (msgspec.DecodeError, ConfigError) as error:
+        except (msgspec.DecodeError, ConfigError, RecursionError) as error:
             log.error("key %s of the store is not used: %s", name, error)
         else:
             yield entry

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from gateway import keybook
 from gateway.config import ConfigError, parse_keys
 from gateway.http.auth import Key, Keyring
 from gateway.keybook import Entries, KeyBook
@@ -82,7 +83,9 @@ def test_a_wrong_entry_is_left_out_and_told(book: Book, caplog: pytest.LogCaptur
         "field": json.dumps(entry("field", unheard=1)).encode(),
         "list": b"[]",
         "name": good,
+        "nested": b'{"limits": ' + b"[" * 5_000,
         "text": b"{",
+        "\udcff": b"{}",
     }
     book.read_stored({**wrong, "good": good})()
     assert [row["name"] for row in book.rows()] == ["good"]
@@ -98,8 +101,40 @@ def test_a_group_shares_its_limits_over_both(book: Book) -> None:
     assert [(key.name, key.requests_max) for key in map(book.find, "ab") if key] == [("a", 2), ("b", 2)]
     book.file_has(entry("c", group="g", limits={"requests_max": 5}))
     assert [key.requests_max for key in map(book.find, "abc") if key] == [5, 5, 5]
+    assert [row["limits"] for row in book.rows()] == [{"requests_max": 5}] * 3
     book.file_has(entry("c", group="g"))
-    assert [key.requests_max for key in map(book.find, "ab") if key] == [2, 2]
+    assert [key.requests_max for key in map(book.find, "abc") if key] == [2, 2, 2]
+    assert [row["limits"] for row in book.rows()] == [{"requests_max": 2}] * 3
+    with pytest.raises(ConfigError, match="the group 'g' has its limits from 'a'"):
+        book.check_removal("a")
+    book.store_has()
+    assert [key.requests_max for key in map(book.find, "abc") if key] == [None]
+
+
+def test_the_event_loop_has_no_work_with_each_key(book: Book, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the limits of the other source make of keys is ready with what was read."""
+    limited = Entries.of(
+        parse_keys(json.dumps([entry("c", group="g", limits={"requests_max": 5})]), "", None)
+    )
+    book.use_file(book.read_file(limited))
+    use_stored = book.read_stored({"a": json.dumps(entry("a", group="g")).encode()})
+    with monkeypatch.context() as patch:
+        patch.setattr(keybook, "key_of", None)
+        use_stored()
+    assert [key.requests_max for key in map(book.find, "ac") if key] == [5, 5]
+    other = Entries.of(parse_keys(json.dumps([entry("c", group="g", limits={"requests_max": 7})]), "", None))
+    filed = book.read_file(other)
+    with monkeypatch.context() as patch:
+        patch.setattr(keybook, "key_of", None)
+        book.use_file(filed)
+    assert [key.requests_max for key in map(book.find, "ac") if key] == [7, 7]
+
+
+def test_a_source_that_changed_while_the_other_was_read(book: Book) -> None:
+    use_stored = book.read_stored({"a": json.dumps(entry("a", group="g")).encode()})
+    book.file_has(entry("c", group="g", limits={"requests_max": 5}))
+    use_stored()
+    assert [key.requests_max for key in map(book.find, "ac") if key] == [5, 5]
 
 
 @pytest.mark.parametrize(
