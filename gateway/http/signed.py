@@ -5,12 +5,15 @@ PyJWT checks them; it is an extra, and imported only here, where tokens are conf
 
 import hashlib
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jwt.types import Options
+
+log = logging.getLogger("kvgate.keys")
 
 TOKEN_BYTES_MAX = 8192
 """Longer ones are wrong without being looked at."""
@@ -48,26 +51,41 @@ class PublicKey:
 
 
 def read_jwks(text: str) -> tuple[PublicKey, ...]:
-    """The signing keys of a JSON Web Key Set (RFC 7517).  Raises ValueError, with a text fit for logs; ImportError."""
-    import jwt  # noqa: PLC0415 - an extra
+    """The signing keys of a JSON Web Key Set (RFC 7517).  Raises ValueError, with a text fit for logs; ImportError.
 
+    A key of a kind that is not known here is left out (section 5): an issuer may begin to use one beside the others.
+    """
     try:
         listed = json.loads(text)["keys"]
-        found = [row for row in listed if row.get("use", "sig") == "sig"]
-    except (ValueError, KeyError, TypeError, AttributeError):
+        found = [(number, row) for number, row in enumerate(listed) if row.get("use", "sig") == "sig"]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ValueError("is no JSON Web Key Set") from None
     if not 1 <= len(found) <= KEYS_MAX:
         raise ValueError(f"has {len(found)} keys for signatures, 1 to {KEYS_MAX} are needed")
-    keys = []
-    for number, row in enumerate(found):
+    keys, problems = [], []
+    for number, row in found:
         if row.get("kty") == "oct" or "d" in row:
             raise ValueError(f"keys[{number}] is a secret: only public keys belong there")
         try:
-            key = jwt.PyJWK.from_dict(row).key
-        except (jwt.PyJWTError, ValueError, TypeError):
-            raise ValueError(f"keys[{number}] is no public key that can be read") from None
-        keys.append(_checked(key, row.get("kid"), row.get("alg"), json.dumps(row, sort_keys=True)))
+            keys.append(_read_jwk(row))
+        except ValueError as error:
+            problems.append(f"keys[{number}] {error}")
+    if not keys:
+        raise ValueError(problems[0])
+    for problem in problems:
+        log.warning("%s in the JSON Web Key Set, and is left out", problem)
     return tuple(keys)
+
+
+def _read_jwk(row: dict[str, Any]) -> PublicKey:
+    """Raises ValueError."""
+    import jwt  # noqa: PLC0415 - an extra
+
+    try:
+        key = jwt.PyJWK.from_dict(row).key
+    except (jwt.PyJWTError, ValueError, TypeError, NotImplementedError):
+        raise ValueError("is no public key that can be read") from None
+    return _checked(key, row.get("kid"), row.get("alg"), json.dumps(row, sort_keys=True))
 
 
 def read_public_key(text: str) -> tuple[PublicKey, ...]:

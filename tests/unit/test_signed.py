@@ -291,6 +291,9 @@ def small_rsa() -> dict[str, Any]:
         (jwks({**jwk("RS256"), "d": "AQAB"}), r"keys\[0\] is a secret"),
         (jwks({"kty": "RSA"}), r"keys\[0\] is no public key"),
         (jwks({"kty": "nope"}), r"keys\[0\] is no public key"),
+        (jwks(jwk("RS256", use="enc"), {"kty": "nope"}), r"keys\[1\] is no public key"),
+        (jwks(jwk("RS256", alg="none")), r"keys\[0\] is no public key"),
+        ("[" * 5_000, "is no JSON Web Key Set"),
         (jwks({"kty": "EC", "crv": "P-256", "x": "AQ", "y": "AQ"}), r"keys\[0\] is no public key"),
         (jwks(jwk("RS256", alg="ES256")), "no known signature|is no public key"),
         (jwks(small_rsa()), "1024 bits"),
@@ -301,6 +304,16 @@ def test_a_set_that_is_wrong(text: str, words: str) -> None:
     with pytest.raises(ValueError, match=words) as wrong:
         read_jwks(text)
     assert "c2VjcmV0" not in str(wrong.value)
+
+
+def test_a_key_of_an_unknown_kind_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    """An issuer that begins to use one must not lock out the tokens of the others."""
+    unknown = {"kty": "AKP", "alg": "ML-DSA-44", "pub": "AA", "kid": "new"}
+    found = read_jwks(jwks(unknown, jwk("RS256", kid="one"), small_rsa()))
+    assert [key.id for key in found] == ["one"]
+    assert name_in(tokens(*found), token("RS256", {"kid": "one"})) == "team-a"
+    assert "keys[0] is no public key that can be read" in caplog.text
+    assert "keys[2] has an RSA key of 1024 bits" in caplog.text
 
 
 def test_a_file_that_is_no_public_key() -> None:
