@@ -180,6 +180,8 @@ def _files(parsed: argparse.Namespace, environ: Mapping[str, str]) -> Sequence[s
 @contextlib.contextmanager
 def _opened(name: str) -> Iterator[io.BufferedReader]:
     if name == STDIN:
+        if sys.stdin is None:  # it was closed before we began
+            raise NotACallLog("standard input is closed")
         yield cast(io.BufferedReader, sys.stdin.buffer)
         return
     try:

@@ -39,7 +39,7 @@ _FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOCTTY
 """Reading is for the last byte; and opening a pipe to write only would wait for its reader."""
 
 Count = Annotated[int, Meta(ge=0, lt=2**53)]
-Amount = Annotated[float, Meta(ge=0)]
+Amount = Annotated[float, Meta(ge=0, lt=2.0**53)]
 Moment = Annotated[datetime, Meta(tz=True)]
 Batch = list[tuple[float, CallEnded]]
 """Calls, each with the time when it was seen to end, in seconds since the epoch."""

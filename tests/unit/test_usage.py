@@ -239,6 +239,21 @@ def test_standard_input(packed: bool, log: Path, monkeypatch: pytest.MonkeyPatch
     assert rows(usage("-", "--jsonl"))[0]["calls"] == 5
 
 
+def test_a_standard_input_that_is_closed(monkeypatch: pytest.MonkeyPatch, problem: Any) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    assert problem("-") == "kvgate: standard input is closed"
+
+
+def test_no_sum_is_infinite(log: Path, usage: Any) -> None:
+    """Which is no JSON; so what could make one is no call's line."""
+    log.write_bytes(
+        line() + line(reserved_blocks=1, held_seconds=1.7e308) * 2 + line(held_seconds=2.0**49) * 2
+    )
+    text, notes = usage(log, "--jsonl")
+    assert json.loads(text, parse_constant=pytest.fail)["calls"] == 3
+    assert notes.endswith(" 2\n")
+
+
 def test_what_a_killed_process_left_is_skipped_and_counted(log: Path, usage: Any) -> None:
     half = line()[:200]
     log.write_bytes(line() + half + b"\n" + line() + b"\n" + half)
