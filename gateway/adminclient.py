@@ -1,5 +1,6 @@
 """The command line's way to a gateway's admin API: `KVGATE_ADMIN_URL` says where, `KVGATE_ADMIN_TOKEN` lets in."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote
@@ -25,6 +26,10 @@ class AdminClient:
         token = environ.get(TOKEN, "")
         if not self.url.startswith(("http://", "https://")):
             raise AdminError(f"{URL}: the URL of a gateway is needed, such as http://127.0.0.1:8080")
+        if re.search(
+            r"[@?#]", self.url
+        ):  # a name and a password would go in the token's place, and into messages
+            raise AdminError(f"{URL}: may have scheme, host, port and path only")
         if not token or not token.isascii() or not token.isprintable():
             raise AdminError(f"{TOKEN}: the gateway's admin token is needed")
         self._headers = {"authorization": f"Bearer {token}"}

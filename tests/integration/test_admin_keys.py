@@ -370,5 +370,9 @@ def test_what_the_gateway_refuses_is_told_in_one_line(command: Any, monkeypatch:
         assert words in line, arguments
     monkeypatch.setenv("KVGATE_ADMIN_TOKEN", "wrong")
     assert "needs its bearer token" in command("keys", "list", status=2)[0]
+    monkeypatch.setenv("KVGATE_ADMIN_URL", "http://admin:hunter2@127.0.0.1:9")
+    (line,) = command("keys", "list", status=2)
+    assert "KVGATE_ADMIN_URL: may have" in line
+    assert "hunter2" not in line
     monkeypatch.setenv("KVGATE_ADMIN_URL", "http://127.0.0.1:9")
     assert "http://127.0.0.1:9 cannot be asked" in command("keys", "list", status=2)[0]
