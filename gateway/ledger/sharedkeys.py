@@ -24,6 +24,9 @@ POLL_SECONDS = 0.5
 """So that a change counts everywhere within a second."""
 TRIES_MAX = 10
 """Of an edit that others are quicker than."""
+NAMES_TOLD = 20
+DONE_MAX = 4000
+"""Cuts that are remembered; the store lists a thousand."""
 NO_INTEREST = "*"
 AWAY = "the store does not answer: whether the change was made is not known"
 
@@ -64,8 +67,9 @@ class FollowedKeys:
         self._poll_seconds = poll_seconds
         self._known = _Known()
         self._last_cut = ""
-        self._done: frozenset[bytes] | None = None
-        """Cuts that the store lists and that count no more; None before the first look: those are of the past."""
+        self._done: dict[bytes, None] | None = None
+        """Cuts that count no more, the latest last, also those that the store forgot: it may be one with older data
+        tomorrow.  None before the first look: what is listed then is of the past."""
         self._turn = asyncio.Lock()
         self._told = ""
 
@@ -133,6 +137,8 @@ class FollowedKeys:
         elif self._read and found.decode() != mark:
             known = _Known(version, found.decode(), _pairs(entries))
             put_in_use = await asyncio.to_thread(self._read, known.entries)
+            if version == self._known.version:
+                _tell_of_another_history(self._known, known)
             self._known = known
         self.up_to_date = True
         if put_in_use:
@@ -149,7 +155,7 @@ class FollowedKeys:
             return 0
         listed = dict(zip(cuts[::2], cuts[1::2], strict=True))
         fresh = () if self._done is None else [member for member in listed if member not in self._done]
-        self._last_cut, self._done = last, frozenset(listed)
+        self._last_cut, self._done = last, _latest({**(self._done or {}), **dict.fromkeys(listed)})
         ended = 0
         for member in fresh:
             _, kind, name = member.decode().split(":", 2)
@@ -197,6 +203,26 @@ class FollowedKeys:
         if not self._told:
             log.warning("%s", text)
         self._told = text
+
+
+def _tell_of_another_history(known: _Known, found: _Known) -> None:
+    """One version was read with two marks: a primary that lacked the last change took another one in its place."""
+    changed = [
+        name
+        for name in sorted({*known.entries, *found.entries})
+        if known.entries.get(name) != found.entries.get(name)
+    ]
+    log.error(
+        "the store lost a change of its keys that was answered: version %d has come twice; what was done to these "
+        "may be undone: %s%s",
+        found.version,
+        ", ".join(changed[:NAMES_TOLD]),
+        " and others" if len(changed) > NAMES_TOLD else "",
+    )
+
+
+def _latest(cuts: dict[bytes, None]) -> dict[bytes, None]:
+    return dict.fromkeys(list(cuts)[-DONE_MAX:])
 
 
 def _pairs(flat: Sequence[bytes]) -> dict[str, bytes]:

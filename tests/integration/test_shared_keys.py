@@ -270,6 +270,25 @@ async def test_an_edit_on_a_store_that_lost_its_data_comes_after_its_return(
     assert one.entries == {"a": b"{}", "b": b"{}"}
 
 
+async def test_a_change_that_another_primary_never_had_is_told(
+    join: Join, data: "redis.Redis[bytes]", caplog: pytest.LogCaptureFixture
+) -> None:
+    """A revocation that was answered, and is undone by the next change."""
+    state, entries, _ = CALLERS_KEYS
+    one, other = join(), join()
+    await one.put("revoked")
+    await look(other)
+    before = data.hgetall(state)
+    await one.take_out("revoked")
+    data.hset(state, mapping=before)
+    data.hset(entries, "revoked", b"{}")
+    await other.put("b")
+    await look(one, other)
+    assert one.entries == other.entries == {"b": b"{}", "revoked": b"{}"}
+    (told,) = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert told.endswith("may be undone: b, revoked")
+
+
 async def test_who_does_not_keep_keys_there_puts_none_back(join: Join, data: "redis.Redis[bytes]") -> None:
     one, without = join(), join(keys=False)
     assert without.keys.up_to_date
@@ -374,6 +393,26 @@ async def test_a_cut_on_a_store_that_lost_its_data_is_heard_too(
     await asked.keys.cut("b")
     await look(other)
     assert [cut.name for cut in other.cuts] == ["a", "b"]
+
+
+async def test_a_cut_that_comes_back_with_older_data_is_not_repeated(
+    join: Join, data: "redis.Redis[bytes]"
+) -> None:
+    """It would end the calls of a key that was made anew meanwhile."""
+    one, other = join(), join()
+    await one.put("a")
+    await look(other)
+    await one.take_out("a", cut=True)
+    await look(other)
+    older = {name: kept for name in CALLERS_KEYS if (kept := data.dump(name))}
+    data.flushall()
+    await look(one, other)
+    await one.put("a")
+    await look(other)
+    for name, kept in older.items():
+        data.restore(name, 0, kept, replace=True)
+    await look(one, other)
+    assert len(one.cuts) == len(other.cuts) == 1
 
 
 async def test_cuts_are_kept_within_a_bound(join: Join, data: "redis.Redis[bytes]") -> None:
