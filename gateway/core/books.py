@@ -861,21 +861,31 @@ class Books:
         work = ahead + ahead_in_class
         return work * DRAIN_WINDOW_MS // drain
 
-    def _expected_wait(self, call: Call) -> int:
-        """-1 unless somebody has waited all the time in which the drain was measured: before that it is what calls
-        needed, not what the replicas can do."""
-        if self.clock - self.since.get(call.lane, self.clock) < DRAIN_WINDOW_MS:
-            return -1
+    def _drain_is_known(self, lane: str) -> bool:
+        """Somebody has waited all the time in which it was measured: before that it is what calls needed, not what
+        the replicas can do."""
+        return self.clock - self.since.get(lane, self.clock) >= DRAIN_WINDOW_MS
+
+    def _likely_drain(self, call: Call) -> int:
+        """Until it is known at least what is given back if all that run take as long as this call is expected to."""
         drain = self._lane_drain(call.lane)
-        return self._predicted_wait(call, drain) if drain else -1
+        if not drain or self._drain_is_known(call.lane):
+            return drain
+        used = sum(r.used for r in self.replicas.values() if r.pool in self._pools(call.lane))
+        return max(drain, used * call.blocks * DRAIN_WINDOW_MS // (max(call.cost, 1) * 1000))
+
+    def _expected_wait(self, call: Call) -> int:
+        """-1 while nobody can say."""
+        drain = self._lane_drain(call.lane)
+        return self._predicted_wait(call, drain) if drain and self._drain_is_known(call.lane) else -1
 
     def _wait_told(self, call: Call) -> int:
-        drain = self._lane_drain(call.lane)
+        drain = self._likely_drain(call)
         return self._predicted_wait(call, drain) if drain else FIRST_APPOINTMENT_MS
 
     def _appointment(self, call: Call) -> int:
         """Milliseconds until a refused call should come back; it takes a place in the lane's book."""
-        drain = self._lane_drain(call.lane)
+        drain = self._likely_drain(call)
         if not drain:
             return FIRST_APPOINTMENT_MS
         earliest = self.clock + self._predicted_wait(call, drain)

@@ -36,23 +36,39 @@ local function predicted_wait(call, rate)
   return math.floor((ahead + ahead_in_class) * drain.WINDOW_MS / rate)
 end
 
--- -1 unless somebody has waited all the time in which the drain was measured: before that it is what calls needed, not
--- what the replicas can do.
+-- Somebody has waited all the time in which the drain was measured: before that it is what calls needed, not what the
+-- replicas can do.
+local function drain_is_known(lane)
+  local since = rows.fetch(records.lanes, lane).since
+  return since >= 0 and books.meta.clock - since >= drain.WINDOW_MS
+end
+
+-- Until it is known at least what is given back if all that run take as long as this call is expected to.
+local function likely_drain(call)
+  local rate = lane_drain(call.lane)
+  if rate == 0 or drain_is_known(call.lane) then return rate end
+  local used = 0
+  for _, pool in ipairs(books.config.pools[call.lane]) do
+    for _, replica in ipairs(books.pool(pool)) do used = used + replica.used end
+  end
+  return math.max(rate, math.floor(used * call.blocks * drain.WINDOW_MS / (math.max(call.cost, 1) * 1000)))
+end
+
+-- -1 while nobody can say.
 function appointments.expected_wait(call)
-  local since = rows.fetch(records.lanes, call.lane).since
-  if since < 0 or books.meta.clock - since < drain.WINDOW_MS then return -1 end
+  if not drain_is_known(call.lane) then return -1 end
   local rate = lane_drain(call.lane)
   return rate > 0 and predicted_wait(call, rate) or -1
 end
 
 function appointments.wait_told(call)
-  local rate = lane_drain(call.lane)
+  local rate = likely_drain(call)
   return rate > 0 and predicted_wait(call, rate) or drain.FIRST_APPOINTMENT_MS
 end
 
 -- Milliseconds until a refused call should come back; it takes a place in the lane's book.
 function appointments.book(call)
-  local rate = lane_drain(call.lane)
+  local rate = likely_drain(call)
   if rate == 0 then return drain.FIRST_APPOINTMENT_MS end
   local lane = rows.fetch(records.lanes, call.lane)
   local earliest = books.meta.clock + predicted_wait(call, rate)

@@ -67,7 +67,7 @@ MUTANTS: dict[str, tuple[str, str]] = {
     "what a call really took is not corrected": ("if #call.charge > 0 then quotas.change(call.key, corrections) end", ""),
     "a key's part of the queue is not looked at": ("if own >= own_max then return", "if false then return"),
     "a call that would wait in vain waits": ("if wait <= wait_ms or books.meta.opens_at > 0 or fits_now(call) then return nil end", "if true then return nil end"),
-    "a wait is predicted before the drain was measured": ("books.meta.clock - since < drain.WINDOW_MS", "false"),
+    "a wait is predicted before the drain was measured": ("if not drain_is_known(call.lane) then return -1 end", ""),
     "a class's share is not foreseen": ("if share > 0 then ahead", "if false then ahead"),
     "the lane's first waiter is not noted": ("  note_since(call, books.meta.clock)\n", ""),
     "the lane's last waiter stays": ("    note_last(call)\n", ""),
@@ -127,4 +127,5 @@ MUTANTS: dict[str, tuple[str, str]] = {
     "a lane whose last flow left still waits": ("  changes[member], some[lane] = false, nil\n", "  changes[member] = false\n"),
     "a flow that was parked just now stays parked": ("  books.parked = nil\n", ""),
     "a ticket that a reaped owner left is withdrawn again": ("  zsets.write(zsets.DEADLINES, books.deadlines)\n  local late", "  local late"),
+    "what little was asked for is what replicas can do": ("if rate == 0 or drain_is_known(call.lane) then return rate end", "if true then return rate end"),
 }  # fmt: skip

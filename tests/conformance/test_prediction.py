@@ -37,10 +37,18 @@ class Lane:
         reply = self.twin.step(self.now_ms, OWNER, next(self._batches), ops)
         return reply[5], reply[6][::2]
 
-    def admit(self, blocks: int, key: str, wait_ms: int = 60_000, requests_max: int = -1) -> Op:
+    def admit(
+        self,
+        blocks: int,
+        key: str,
+        wait_ms: int = 60_000,
+        requests_max: int = -1,
+        cost: int = 1,
+        queue_max: int = 50,
+    ) -> Op:
         id_ = f"{next(self._ids):010x}"
-        limits = [1, -1, requests_max, -1, 50, 25]
-        return ["A", id_, key, "normal", "a", blocks, 1, 0, 1, wait_ms, *limits, [], [], [], "", "", 0]
+        limits = [1, -1, requests_max, -1, queue_max, 25]
+        return ["A", id_, key, "normal", "a", blocks, 1, 0, cost, wait_ms, *limits, [], [], [], "", "", 0]
 
     def drain_slowly(self, blocks: int, key: str) -> None:
         """Calls come and go now and then, for longer than the drain is measured over."""
@@ -80,3 +88,13 @@ def test_calls_that_wait_for_their_own_keys_cap_do_not_tell_what_the_replicas_ca
     whole = lane.admit(BLOCKS, "k1", wait_ms=10_000)
     results, _ = lane.step(whole)
     assert results[0][0] == "ticket", results
+
+
+def test_after_a_quiet_time_nobody_is_sent_away_for_as_long_as_little_was_asked_for(lane: Lane) -> None:
+    """All blocks are held by a call of about 5 s, so 20 come back in a second, though hardly one did so far."""
+    lane.drain_slowly(1, "k0")
+    running, refused = (lane.admit(BLOCKS, key, cost=5 * BLOCKS, queue_max=0) for key in ("k1", "k2"))
+    results, _ = lane.step(running, refused)
+    assert results[0][0] == "grant"
+    assert results[1][:2] == ["refused", "capacity_exceeded"]
+    assert results[1][-1] == 10_000, "when it has come back, and as much again for this call"
