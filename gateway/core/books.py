@@ -494,7 +494,10 @@ class Books:
     def _join(self, call: Call, returns: bool = False) -> None:
         """Stand in the queue; `returns`: in a place that was remembered."""
         flow = _flow(call)
-        if not self._waiting(*flow):
+        waiting = self._waiting(*flow)
+        if waiting and call.arrival < waiting[0].arrival:
+            self._unhold(waiting[0])  # its turn is later now
+        if not waiting:
             entry = self._entry(flow)
             self.tags[flow] = min(entry, self.resume.get(flow, entry)) if returns else entry
             self.resume.pop(flow, None)

@@ -36,7 +36,7 @@ class Rule(StrEnum):
     INDEX = "an index lists exactly what the calls say"
     WAITING = "a flow and its class count their waiters"
     PARKED = "a parked flow's key is at its cap"
-    HOLD = "a hold is for a call that waits, on a replica that is up, one for each call"
+    HOLD = "a hold is for the first of a flow that is not parked, on a replica that is up, one for each call"
     BLOCKED = "a blocked head waits in its lane"
     DISPATCH = "nobody waits that could start"
     OVERTAKING = "a head that was passed too often has a replica held for it"
@@ -145,6 +145,10 @@ class Snapshot:
 def holds(call: Call) -> bool:
     """Whether it has a place on a replica."""
     return call.state in ("unclaimed", "reserved")
+
+
+def _flow(call: Call) -> FlowName:
+    return call.lane, call.class_, call.key
 
 
 def violations(books: Snapshot) -> list[Violation]:
@@ -372,6 +376,8 @@ def _holds(books: Snapshot) -> Iterator[Violation]:
         call = books.calls.get(replica.held_for)
         if call is None or call.state != "queued":
             yield Violation(Rule.HOLD, f"replica {name} held for", "a call that waits", replica.held_for)
+        elif books.is_parked(_flow(call)) or books.waiting[_flow(call)][0] is not call:
+            yield Violation(Rule.HOLD, f"replica {name} held for", "whose turn it is", replica.held_for)
         if replica.state != "up":
             yield Violation(Rule.HOLD, f"replica {name} state", "up", replica.state)
         if replica.held_for in seen:

@@ -67,12 +67,20 @@ local function entry(call, flow, line)
   return math.min(line.virtual, flows.first_tag(call, line.virtual))
 end
 
+-- A call that comes back to the head of its flow takes what was held for the one behind: that one's turn is later now,
+-- and on a replica that is held for it nothing would start meanwhile.
+local function unhold_behind(id, call, name)
+  local first = zsets.with_prefix(zsets.QUEUE, name, 1)[1]
+  if queue_member(id, call) < first then queue.unhold(zsets.last_part(first)) end
+end
+
 -- returns: in a place that was remembered.
 function queue.join(id, call, returns)
   local name = flows.name_of(call)
   local flow, line = rows.fetch(records.flows, name), flows.line(call.lane, call.class)
   call.state = 'queued'
   rows.store(records.calls, id, call)
+  if flow.waiting > 0 and books.holds > 0 then unhold_behind(id, call, name) end
   if flow.waiting == 0 then
     local tag = entry(call, flow, line)
     flow.tag = returns and flow.resume >= 0 and math.min(tag, flow.resume) or tag

@@ -14,6 +14,7 @@ MUTANTS: dict[str, tuple[str, str]] = {
     "overtaking not counted": ("head.passed = before + call.blocks", "head.passed = before"),
     "overtaking by another lane not counted": ("if head_id ~= '' and head_id ~= id then", "if head_id ~= '' and head_id ~= id and lane == call.lane then"),
     "hold not released": ("  queue.unhold(id)\n  local lane", "  local lane"),
+    "held for the one behind who returns": ("  if flow.waiting > 0 and books.holds > 0 then unhold_behind(id, call, name) end\n", ""),
     "hold ignored": ("and (replica.held_for == '' or replica.held_for == id)", ""),
     "cap ignored": ("if placement.capped(call) then\n        queue.park", "if false then\n        queue.park"),
     "unparked flow forgotten": ("  flows.unpark_key(call.key)\n  drain.add(replica.pool, call.blocks)", "  drain.add(replica.pool, call.blocks)"),

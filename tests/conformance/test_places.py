@@ -21,12 +21,11 @@ QUEUE_MAX = 40
 class Fleet:
     """One replica, two gateways, and a clock that the test moves."""
 
-    def __init__(self, client: "redis.Redis[bytes]") -> None:
+    def __init__(self, client: "redis.Redis[bytes]", overtake_blocks: int = 100 * BLOCKS) -> None:
         replica = ReplicaConfig("r0", "p", BLOCKS, BLOCKS, 500, 1000)
         lanes, classes = (("a", ("p",)), ("b", ("p",))), (("high", 0), ("normal", 0))
-        self.twin = Twin(
-            client, FleetConfig(LEASE_MS, HEARTBEAT_MS, 100 * BLOCKS, lanes, classes, (replica,))
-        )
+        config = FleetConfig(LEASE_MS, HEARTBEAT_MS, overtake_blocks, lanes, classes, (replica,))
+        self.twin = Twin(client, config)
         self.now_ms = 1_000_000
         self._batches = {"o0": count(1), "o1": count(1)}
         self._ids = count(1)
@@ -49,10 +48,11 @@ class Fleet:
 
     def admit(self, key: str = "k", blocks: int = BLOCKS, fingerprint: str = "", **changes: Any) -> Op:
         a = {"class": "normal", "lane": "a", "wait_ms": 3_600_000, "queue_max": QUEUE_MAX, "key_max": QUEUE_MAX,
-             "once": "", "place_only": 0} | changes  # fmt: skip
+             "requests_max": -1, "once": "", "place_only": 0} | changes  # fmt: skip
         id_ = f"{next(self._ids):010x}"
-        return ["A", id_, key, a["class"], a["lane"], blocks, 1, 0, blocks, a["wait_ms"], 1, -1, -1, -1,
-                a["queue_max"], a["key_max"], [], [], [], fingerprint, a["once"], a["place_only"]]  # fmt: skip
+        return ["A", id_, key, a["class"], a["lane"], blocks, 1, 0, blocks, a["wait_ms"], 1, -1,
+                a["requests_max"], -1, a["queue_max"], a["key_max"], [], [], [], fingerprint, a["once"],
+                a["place_only"]]  # fmt: skip
 
     def ask(self, key: str = "k", fingerprint: str = "", owner: str = "o0", **changes: Any) -> tuple[str, Op]:
         """The new call's id, and what it was told."""
@@ -275,6 +275,66 @@ def test_so_many_places_are_remembered_and_no_more(fleet: Fleet) -> None:
     assert scripts.client.zcard(places) == scripts.client.zcard(ends) == PLACES
     assert scripts.client.zscore(places, min(members)) is None
     assert scripts.client.zscore(ends, max(members)) is not None
+
+
+# -- what is held for a large call -----------------------------------------------------------------------------------
+
+
+def held_for(fleet: Fleet) -> str:
+    return fleet.twin.books.replicas["r0"].held_for
+
+
+def passed_by(fleet: Fleet, *running: str) -> None:
+    """Two calls of half the replica each go before those that wait, after two such calls that run."""
+    small = [fleet.ask("rival", blocks=BLOCKS // 2)[0] for _ in running]
+    for id_ in running:
+        fleet.end(id_)
+    assert set(small) <= set(fleet.started)
+
+
+def test_who_returns_is_not_kept_out_by_what_was_held_for_the_next(
+    store_client: "redis.Redis[bytes]",
+) -> None:
+    """Else nothing at all would start on that replica until the next one's time is over."""
+    fleet = Fleet(store_client, overtake_blocks=BLOCKS)
+    running = [fleet.ask("rival", blocks=BLOCKS // 2)[0] for _ in range(2)]
+    left, _ = fleet.ask("k")
+    behind, _ = fleet.ask("k")
+    fleet.leave(left)
+    passed_by(fleet, *running)
+    assert held_for(fleet) == behind
+    again, _ = fleet.ask("k", fingerprint=ONE)
+    assert held_for(fleet) == ""
+    assert fleet.served() == [again, behind]
+
+
+def test_who_moves_is_not_kept_out_by_what_was_held_for_the_next(store_client: "redis.Redis[bytes]") -> None:
+    fleet = Fleet(store_client, overtake_blocks=BLOCKS // 2)
+    moving, _ = fleet.ask("k", blocks=BLOCKS // 2)
+    running, _ = fleet.ask("rival", blocks=BLOCKS // 2)
+    behind, _ = fleet.ask("k")
+    passed_by(fleet, running)
+    assert held_for(fleet) == behind
+    fleet.step(["M", moving, ["r0"]])
+    assert held_for(fleet) == ""
+    fleet.step(["S", moving, -1, -1, [], ""])
+    assert fleet.served() == [behind]
+
+
+def test_nothing_is_held_for_who_may_hold_no_more(store_client: "redis.Redis[bytes]") -> None:
+    """Its key is at its cap: others go on meanwhile, and its turn is the next when that is over."""
+    fleet = Fleet(store_client, overtake_blocks=BLOCKS // 2)
+    own, _ = fleet.ask("k", blocks=BLOCKS // 2)
+    running, _ = fleet.ask("rival", blocks=BLOCKS // 2)
+    large, _ = fleet.ask("k")
+    passed_by(fleet, running)
+    assert held_for(fleet) == large
+    fleet.ask("k", blocks=1, requests_max=1)
+    assert held_for(fleet) == ""
+    fleet.end(next(id_ for id_ in fleet.started if id_ != own))
+    assert fleet.ask("rival", blocks=1)[1] == ["grant", "r0"]
+    fleet.end(own)
+    assert held_for(fleet) == large
 
 
 # -- Idempotency-Key -------------------------------------------------------------------------------------------------

@@ -96,6 +96,12 @@ def parked(**key: int) -> Snapshot:
     )
 
 
+def held_behind() -> Snapshot:
+    """Another call of the flow is before the one for which the replica is held."""
+    first = call("00000000dd", "queued", 10, 2)
+    return books(calls={**books().calls, first.id: first}, replicas={"r0": replica(held_for=WAITING)})
+
+
 def empty(**changes: Any) -> Snapshot:
     nothing: dict[str, Any] = {
         "calls": {}, "flows": {}, "lines": {("a", "normal"): Line()}, "blocked": {}, "sessions": {}, "owners": {},
@@ -164,6 +170,8 @@ CORRUPTIONS: list[tuple[Rule, str, Callable[[], Snapshot]]] = [
     (Rule.PARKED, "flow a:normal:k", parked),
     (Rule.PARKED, "flow a:normal:k", lambda: parked(pool_share=2 * SCALE)),
     (Rule.HOLD, "replica r0 held for", lambda: books(replicas={"r0": replica(held_for=RUNNING)})),
+    (Rule.HOLD, "replica r0 held for", held_behind),
+    (Rule.HOLD, "replica r0 held for", lambda: replace(parked(), replicas={"r0": replica(held_for=WAITING)})),
     (Rule.HOLD, "replica r0 state", lambda: books(replicas={"r0": replica(held_for=WAITING, state="down")})),
     (Rule.BLOCKED, "lane a", lambda: books(blocked={"a": RUNNING})),
     (Rule.BLOCKED, "lane b", lambda: books(blocked={"b": WAITING})),
