@@ -39,6 +39,10 @@ class Identity:
         """`fingerprint` takes no time that an event loop would notice."""
         return bool(self._fingerprint) or len(self._body) <= INLINE_BYTES_MAX
 
+    @property
+    def body_bytes(self) -> int:
+        return len(self._body)
+
     def fingerprint(self) -> str:
         if not self._fingerprint:
             self._fingerprint = _hashed(self._caller, self._route, self._body)

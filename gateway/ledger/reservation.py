@@ -247,13 +247,8 @@ class Ask:
             self._ledger.wake()
 
     def _identified(self, then: Callable[[], None]) -> None:
-        """Go on when the fingerprint is known: at once, or off the loop where the body is long."""
-        identity = self.admission.identity
-        if identity.is_quick:
-            identity.fingerprint()
-            return then()
-        made = asyncio.get_running_loop().run_in_executor(None, identity.fingerprint)
-        made.add_done_callback(lambda _: then())
+        """Go on when the fingerprint is known."""
+        self._ledger.fingerprints.make(self.admission.identity, then)
 
     def _note_ticket(self, position: int, wait_ms: int, *missing_us: int) -> None:
         """Of the first one: asked again, the store only says that the call still waits."""

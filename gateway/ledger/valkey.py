@@ -21,6 +21,7 @@ from gateway.core.share import Denied
 from gateway.ledger.api import Admission, Lost
 from gateway.ledger.channel import Channel, Result
 from gateway.ledger.connection import REPLY_SECONDS, Connection
+from gateway.ledger.fingerprints import Fingerprints
 from gateway.ledger.keeper import Keeper
 from gateway.ledger.reservation import Ask, Phase
 from gateway.ledger.scripts import fleet_keys, key_prefix
@@ -96,6 +97,7 @@ class ValkeyLedger:
         self._claimed_sum = 0
         self._known: dict[tuple[str, str, str], _Known] = {}
         """By lane, class and key; a rate quota is of the key alone."""
+        self.fingerprints = Fingerprints()
         self.sharing = Sharing(self, self._asks, config, share_seconds, observer)
         prefix = key_prefix(fleet) + "wake:"
         self.channel = Channel(prefix, self.offer)
