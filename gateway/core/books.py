@@ -22,6 +22,7 @@ from gateway.core.order import (
     OUTBOX,
     PLACE_MS,
     PLACES,
+    PLACES_OF_FLOW,
     POOL_SHARE_SCALE,
     QUOTA_BUCKETS,
     SLICE,
@@ -544,7 +545,9 @@ class Books:
     # -- remembered places ---------------------------------------------------------------------------------------
 
     def _remember(self, call: Call, fingerprint: str) -> None:
-        """At most so many: the one that would end first makes room."""
+        """At most so many: the one that would end first makes room, but not for a flow that has its part."""
+        if sum(place.flow == _flow(call) for place in self.places) >= PLACES_OF_FLOW:
+            return
         if len(self.places) >= PLACES:
             self._forget_place(min(self.places, key=_by_end))
         place = Place(*_flow(call), fingerprint, call.arrival, self.clock + PLACE_MS)

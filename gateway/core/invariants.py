@@ -7,7 +7,7 @@ and says again, in its own words, what a call fits and which flows come first.  
 A snapshot must be whole: what the store held between two scripts.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from gateway.core.books import Call, FleetConfig, Key, Replica
-from gateway.core.order import DIGEST_MODULUS, LOOKAHEAD, PLACE_MS, PLACES, POOL_SHARE_SCALE
+from gateway.core.order import DIGEST_MODULUS, LOOKAHEAD, PLACE_MS, PLACES, PLACES_OF_FLOW, POOL_SHARE_SCALE
 
 FlowName = tuple[str, str, str]
 """Lane, class and key."""
@@ -334,6 +334,10 @@ def _line_counts(books: Snapshot) -> Iterator[Violation]:
 def _places(books: Snapshot) -> Iterator[Violation]:
     if len(books.place_ends) > PLACES:
         yield Violation(Rule.PLACE, "places", f"at most {PLACES}", len(books.place_ends))
+    flows = Counter(member.rsplit(":", 2)[0] for member in books.place_ends)
+    for name, count in flows.items():
+        if count > PLACES_OF_FLOW:
+            yield Violation(Rule.PLACE, f"flow {name} places", f"at most {PLACES_OF_FLOW}", count)
     yield from _compared(Rule.PLACE, "places", members=(set(books.place_ends), books.indexes["places"]))
     arrivals = {call.arrival for call in books.calls.values()}
     for member, end in books.place_ends.items():

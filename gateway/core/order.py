@@ -31,6 +31,8 @@ PLACE_MS = 10_000
 """How long the place of a call that left the queue is remembered."""
 PLACES = 10_000
 """Remembered at once; the one that would end first makes room."""
+PLACES_OF_FLOW = 1_000
+"""Of these may be one flow's; beyond that who leaves it is not remembered, and pushes nobody out."""
 QUOTA_BUCKETS = 6
 """Rate quotas that a key may have."""
 ID_BITS = 40

@@ -2,7 +2,7 @@
 --- @include "lib/queue"
 -- Remembered places: where calls stood that left the queue, each for the next call with the same fingerprint.  A place
 -- is a member of two zsets: `lane:class:key:fingerprint:arrival`, by bytes, and by the end of its time.
-local PLACE_MS, PLACES, SLICE = 10000, 10000, 32
+local PLACE_MS, PLACES, PLACES_OF_FLOW, SLICE = 10000, 10000, 1000, 32
 
 local function member_of(call, fingerprint)
   return string.format('%s:%s:%012d', flows.name_of(call), fingerprint, call.arrival)
@@ -30,8 +30,15 @@ local function forget(member)
   flows.keep_flow(name, flow, flows.line(lane, class))
 end
 
--- Of a call that is about to leave the queue.  The one that would end first makes room.
+local function has_its_part(name)
+  if books.places < PLACES_OF_FLOW then return false end
+  return zsets.nth_with_prefix(zsets.PLACES, name, PLACES_OF_FLOW) ~= nil
+end
+
+-- Of a call that is about to leave the queue.  The one that would end first makes room, but not for a flow that has its
+-- part.
 function places.remember(call, fingerprint)
+  if has_its_part(flows.name_of(call)) then return end
   if books.places >= PLACES then forget(redis.call('ZRANGE', zsets.PLACE_ENDS, 0, 0)[1]) end
   local member = member_of(call, fingerprint)
   redis.call('ZADD', zsets.PLACES, 0, member)

@@ -11,6 +11,11 @@ function zsets.with_prefix(zset, prefix, limit)
   return redis.call('ZRANGEBYLEX', zset, '[' .. prefix .. ':', '(' .. prefix .. ';', 'LIMIT', 0, limit)
 end
 
+-- The nth such member, or nil.
+function zsets.nth_with_prefix(zset, prefix, n)
+  return redis.call('ZRANGEBYLEX', zset, '[' .. prefix .. ':', '(' .. prefix .. ';', 'LIMIT', n - 1, 1)[1]
+end
+
 -- The last such member, or nil.
 function zsets.last_with_prefix(zset, prefix)
   return redis.call('ZREVRANGEBYLEX', zset, '(' .. prefix .. ';', '[' .. prefix .. ':', 'LIMIT', 0, 1)[1]

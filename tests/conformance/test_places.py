@@ -7,8 +7,8 @@ import msgspec
 import pytest
 import redis
 
-from gateway.core.books import FleetConfig, ReplicaConfig
-from gateway.core.order import DRAIN_WINDOW_MS, PLACE_MS, PLACES
+from gateway.core.books import FleetConfig, Place, ReplicaConfig
+from gateway.core.order import DRAIN_WINDOW_MS, PLACE_MS, PLACES, PLACES_OF_FLOW
 from tests.conformance.twin import Op, Twin
 
 LEASE_MS, HEARTBEAT_MS = 6000, 1000
@@ -275,6 +275,35 @@ def test_so_many_places_are_remembered_and_no_more(fleet: Fleet) -> None:
     assert scripts.client.zcard(places) == scripts.client.zcard(ends) == PLACES
     assert scripts.client.zscore(places, min(members)) is None
     assert scripts.client.zscore(ends, max(members)) is not None
+
+
+def put_places(fleet: Fleet, count: int) -> None:
+    """So many calls of k have left, in both implementations."""
+    books, scripts = fleet.twin.books, fleet.twin
+    end, numbers = books.clock + PLACE_MS, range(books.arrivals + 1, books.arrivals + count + 1)
+    placed = [Place("a", "normal", "k", OTHER, number, end) for number in numbers]
+    books.places += placed
+    books.arrivals += count
+    scripts.client.hset(scripts.keys[0], "arrivals", books.arrivals)
+    scripts.client.zadd(scripts.keys[16], {place.member: 0 for place in placed})
+    scripts.client.zadd(scripts.keys[17], {place.member: end for place in placed})
+
+
+def test_a_flow_that_has_its_part_of_the_places_pushes_nobody_out(fleet: Fleet) -> None:
+    """Leaving costs nothing, so that a client could do it all the time."""
+    fleet.ask("rival")
+    rival, first, second = (fleet.ask(key)[0] for key in ("rival", "k", "k"))
+    put_places(fleet, PLACES_OF_FLOW - 1)
+    fleet.leave(first)
+    fleet.leave(second, "e" * 16)
+    fleet.leave(rival)
+    left = fleet.twin.books.places
+    assert len(left) == PLACES_OF_FLOW + 1
+    assert {(place.key, place.fingerprint) for place in left} == {("k", ONE), ("k", OTHER), ("rival", ONE)}
+    fleet.ask("k", fingerprint=ONE)
+    third, _ = fleet.ask("k", fingerprint="d" * 16)
+    fleet.leave(third, "d" * 16)
+    assert left[-1].fingerprint == "d" * 16, "there is room again"
 
 
 # -- what is held for a large call -----------------------------------------------------------------------------------

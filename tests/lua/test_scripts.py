@@ -41,6 +41,7 @@ def constant(name: str) -> int:
         ("FIRST_APPOINTMENT_MS", order.FIRST_APPOINTMENT_MS),
         ("PLACE_MS", order.PLACE_MS),
         ("PLACES", order.PLACES),
+        ("PLACES_OF_FLOW", order.PLACES_OF_FLOW),
     ],
 )
 def test_constants_are_the_specifications(lua: str, python: int) -> None:
