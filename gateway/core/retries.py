@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 RETRY_COUNT = b"x-stainless-retry-count"
 """Header of the OpenAI and Anthropic clients: 0 on the first attempt."""
 RECENT_MS = 60_000
+INVITED_MS = 120_000
+"""Nobody is asked to come back later than that: appointments are a minute at most, and quotas that take longer say
+that coming back is in vain."""
 FEW = 10
 """What a key may spend in that time that asks nothing for the first time."""
 KEYS_MAX = 10_000
@@ -29,35 +32,58 @@ def read_retry_count(raw: bytes | None) -> int:
 
 
 @dataclass(slots=True)
-class _Recent:
-    """A sum over the last RECENT_MS: a window and the part of the one before that still counts."""
+class _Windows:
+    """Two sums: over a window and over the one before."""
 
+    length_ms: int
     start_ms: int
     current: int = 0
     previous: int = 0
 
     def add(self, now_ms: int, amount: int) -> None:
-        self._turn(now_ms)
+        self.turn(now_ms)
         self.current += amount
 
-    def total(self, now_ms: int) -> int:
-        self._turn(now_ms)
-        return self.current + self.previous * (RECENT_MS - (now_ms - self.start_ms)) // RECENT_MS
-
-    def _turn(self, now_ms: int) -> None:
+    def turn(self, now_ms: int) -> None:
         age_ms = now_ms - self.start_ms
-        if age_ms < RECENT_MS:
+        if age_ms < self.length_ms:
             return
-        self.previous = self.current if age_ms < 2 * RECENT_MS else 0
+        self.previous = self.current if age_ms < 2 * self.length_ms else 0
         self.current = 0
-        self.start_ms = now_ms - age_ms % RECENT_MS
+        self.start_ms = now_ms - age_ms % self.length_ms
+
+
+class _Recent(_Windows):
+    """A sum over the last window's length: this one and the part of the one before that still counts."""
+
+    def total(self, now_ms: int) -> int:
+        self.turn(now_ms)
+        return self.current + self.previous * (self.length_ms - (now_ms - self.start_ms)) // self.length_ms
+
+
+class _Stock(_Windows):
+    """What is used up, and kept for a window's length at least and twice that at most."""
+
+    def total(self, now_ms: int) -> int:
+        self.turn(now_ms)
+        return self.current + self.previous
+
+    def use(self, amount: int) -> None:
+        """The oldest first."""
+        old = min(amount, self.previous)
+        self.previous -= old
+        self.current -= amount - old
 
 
 @dataclass(slots=True)
 class _Account:
+    """In parts of a retry."""
+
     earned: _Recent
-    """By first attempts and invitations, in parts of a retry."""
+    """By first attempts."""
+    invited: _Stock
     spent: _Recent
+    """By retries that nobody asked for."""
 
 
 @dataclass(slots=True)
@@ -76,18 +102,25 @@ class RetryBudgets:
             account.earned.add(now_ms, round(self.share * SCALE))
             return True
         price = retry_count * SCALE
-        if account.spent.total(now_ms) + price > FEW * SCALE + account.earned.total(now_ms):
+        asked_for = min(price, account.invited.total(now_ms))
+        own = price - asked_for
+        if own and account.spent.total(now_ms) + own > FEW * SCALE + account.earned.total(now_ms):
             return False
-        account.spent.add(now_ms, price)
+        account.invited.use(asked_for)
+        account.spent.add(now_ms, own)
         return True
 
     def invite(self, key: str, retry_count: int, now_ms: int) -> None:
         """An attempt was refused with a time to come back: the retry of that number is asked for."""
-        self._account(key, now_ms).earned.add(now_ms, retry_count * SCALE)
+        self._account(key, now_ms).invited.add(now_ms, retry_count * SCALE)
 
     def _account(self, key: str, now_ms: int) -> _Account:
-        account = self._accounts.pop(key, None) or _Account(_Recent(now_ms), _Recent(now_ms))
+        account = self._accounts.pop(key, None) or _new_account(now_ms)
         self._accounts[key] = account
         if len(self._accounts) > KEYS_MAX:
             del self._accounts[next(iter(self._accounts))]
         return account
+
+
+def _new_account(now_ms: int) -> _Account:
+    return _Account(_Recent(RECENT_MS, now_ms), _Stock(INVITED_MS, now_ms), _Recent(RECENT_MS, now_ms))

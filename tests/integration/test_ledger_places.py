@@ -202,6 +202,22 @@ async def test_it_holds_when_the_store_has_lost_its_data(path: str) -> None:
         named.ask.settle(None, None)
 
 
+async def test_who_waits_in_its_own_place_waits_on_when_the_store_has_lost_it(path: str) -> None:
+    """It is asked for again, and the place that it took is not there to be found."""
+    async with busy(path) as (w, first, _, running):
+        left = Waiting(first, SHORT)
+        await joined(w, 1)
+        await left.leave()
+        await joined(w, 0)
+        again = Waiting(first, SHORT, place_only=True)
+        await joined(w, 1)
+        w.store.delete(*w.key_names())
+        await eventually(lambda: first.ledger.ready and w.states().get(running.id) == "reserved")
+        await joined(w, 1)
+        running.settle(None, None)
+        await finish(again)
+
+
 async def test_a_retry_too_many_is_not_remembered_as_a_full_queue(path: str) -> None:
     """Another call of its key may wait."""
     async with busy(path) as (_, first, _, running):

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.core.retries import FEW, KEYS_MAX, RECENT_MS, RetryBudgets, read_retry_count
+from gateway.core.order import APPOINTMENT_MAX_MS
+from gateway.core.retries import FEW, INVITED_MS, KEYS_MAX, RECENT_MS, RetryBudgets, read_retry_count
 
 SHARE = 0.2
 
@@ -40,6 +41,31 @@ def test_who_was_told_when_to_come_back_may_come() -> None:
     budgets.invite("k", 3, 0)
     assert budgets.take("k", 3, 0)
     assert not budgets.take("k", 1, 0)
+
+
+@pytest.mark.parametrize("refused_ms", [0, 1, INVITED_MS // 2, INVITED_MS - 1])
+def test_an_invitation_holds_until_the_latest_time_that_anybody_is_told(refused_ms: int) -> None:
+    """Whenever it was made, for one retry, and not for ever."""
+    budgets = RetryBudgets(0.0)
+    budgets.take("k", 0, 0)
+    for _ in range(50):
+        budgets.invite("k", 1, refused_ms)
+    back_ms = refused_ms + INVITED_MS
+    assert granted(budgets, 100, now_ms=back_ms) == 50 + FEW
+    for _ in range(50):
+        budgets.invite("k", 1, back_ms)
+    assert granted(budgets, 100, now_ms=back_ms + 2 * INVITED_MS) == FEW
+
+
+def test_who_was_told_when_to_come_back_takes_nothing_from_the_others() -> None:
+    budgets = RetryBudgets(0.0)
+    budgets.invite("k", 3, 0)
+    assert budgets.take("k", 3, 0)
+    assert granted(budgets, 100) == FEW
+
+
+def test_the_appointments_of_a_fleet_are_kept() -> None:
+    assert INVITED_MS >= APPOINTMENT_MAX_MS
 
 
 def test_each_key_has_its_own() -> None:
