@@ -129,6 +129,15 @@ class Place:
         return f"{self.lane}:{self.class_}:{self.key}:{self.fingerprint}:{self.arrival:012d}"
 
 
+@dataclass(frozen=True, slots=True)
+class Later:
+    """Where those of a flow stand who came after a return: a place that was left makes good one call's absence."""
+
+    arrival: int
+    """The last one before."""
+    tag: int
+
+
 @dataclass(slots=True)
 class Key:
     weight: int = 1
@@ -214,6 +223,8 @@ class Books:
     """Tag units that a flow that waits was charged too much, and that would have put it before all others."""
     resume: dict[tuple[str, str, str], int] = field(default_factory=dict)
     """Of a flow that nobody waits in, but that has remembered places: the tag from which one of them goes on."""
+    later: dict[tuple[str, str, str], Later] = field(default_factory=dict)
+    """Of a flow that waits and went on from a tag of before."""
     places: list[Place] = field(default_factory=list)
     parked: set[tuple[str, str, str]] = field(default_factory=set)
     recheck: str = ""
@@ -501,6 +512,8 @@ class Books:
         if not waiting:
             entry = self._entry(flow)
             self.tags[flow] = min(entry, self.resume.get(flow, entry)) if returns else entry
+            if self.tags[flow] < entry:
+                self.later[flow] = Later(self.arrivals, entry)
             self.resume.pop(flow, None)
             self.weights[flow] = self._key(call.key).weight
             self.dirty = True
@@ -515,17 +528,26 @@ class Books:
         if self.blocked.get(call.lane) == call.id:
             del self.blocked[call.lane]
         if self._waiting(*flow):
+            self._end_return(flow)
             self._unpark([flow])
         else:
             self.parked.discard(flow)
             self.weights.pop(flow, None)
             self.owed.pop(flow, None)
+            self.later.pop(flow, None)
             if any(place.flow == flow for place in self.places):
                 self.resume[flow] = self._standing(flow)
         if not self._waiting(call.lane, call.class_):
             self.credit.pop((call.lane, call.class_), None)
         self._note_since(call.lane)
         self.dirty = True
+
+    def _end_return(self, flow: tuple[str, str, str]) -> None:
+        """Its head is none of those that may have returned."""
+        later = self.later.get(flow)
+        if later and self._waiting(*flow)[0].arrival > later.arrival:
+            self.tags[flow] = max(self.tags[flow], later.tag)
+            del self.later[flow]
 
     def _note_since(self, lane: str) -> None:
         """Who waits for its own key's cap does not say what the replicas can do."""

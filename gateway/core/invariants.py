@@ -69,6 +69,10 @@ class Flow:
     owed: int = 0
     resume: int = -1
     """The tag from which a call that returns goes on; -1 unless nobody waits and one may return."""
+    later: int = -1
+    """The tag for those who came after a return; -1 unless calls wait and one has returned."""
+    returned: int = 0
+    """The last arrival before that return."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,6 +359,11 @@ def _resumptions(books: Snapshot) -> Iterator[Violation]:
         if flow.resume >= 0 and (flow.waiting or name not in left):
             expected = "-1 unless nobody waits and one may return"
             yield Violation(Rule.PLACE, f"flow {':'.join(name)} resume", expected, flow.resume)
+        waiting = books.waiting.get(name)
+        if flow.later >= 0 and not (waiting and waiting[0].arrival <= flow.returned):
+            yield Violation(
+                Rule.PLACE, f"flow {':'.join(name)} later", "-1 unless one has returned", flow.later
+            )
 
 
 def _once(books: Snapshot) -> Iterator[Violation]:

@@ -16,7 +16,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
         "fingerprint",
     ),
     "key": ("weight", "blocks_max", "requests_max", "pool_share", "blocks", "calls", "quotas", "pools"),
-    "flow": ("tag", "waiting", "blocks", "weight", "parked", "owed", "resume"),
+    "flow": ("tag", "waiting", "blocks", "weight", "parked", "owed", "resume", "later", "returned"),
     "session": ("batch", "told", "declared", "count", "sum"),
     "once": ("id",),
     "line": ("virtual", "waiting", "blocks", "weights", "credit"),

@@ -84,6 +84,7 @@ function queue.join(id, call, returns)
   if flow.waiting == 0 then
     local tag = entry(call, flow, line)
     flow.tag = returns and flow.resume >= 0 and math.min(tag, flow.resume) or tag
+    if flow.tag < tag then flow.later, flow.returned = tag, books.meta.arrivals end
     flow.resume = -1
     flow.weight = rows.fetch(records.keys, call.key).weight
     line.weights = line.weights + flow.weight
@@ -177,8 +178,18 @@ local function end_flow(call, flow, line)
     note_last(call)
   end
   line.weights = line.weights - flow.weight
-  flow.weight, flow.parked, flow.owed = 0, 0, 0
+  flow.weight, flow.parked, flow.owed, flow.later, flow.returned = 0, 0, 0, -1, 0
   if places.any(flows.name_of(call)) then flow.resume = flows.standing(flow, line) end
+end
+
+-- Who came after a return stands where it would without: a place makes good one call's absence.
+local function end_return(call, name, flow)
+  if flow.later < 0 then return end
+  local arrival = string.match(zsets.with_prefix(zsets.QUEUE, name, 1)[1], ':(%d+):[^:]+$')
+  if tonumber(arrival) <= flow.returned then return end
+  local tag = math.max(flow.tag, flow.later)
+  flow.later, flow.returned = -1, 0
+  if flow.parked == 0 and tag > flow.tag then queue.reorder(call, flow, tag) else flow.tag = tag end
 end
 
 -- The call stops to be queued; what it leaves behind in the order.
@@ -199,7 +210,10 @@ function queue.leave(id, call)
   if line.waiting == 0 then line.credit = 0 end
   if flow.waiting == 0 then end_flow(call, flow, line) end
   rows.store(records.lines, call.lane .. ':' .. call.class, line)
-  if flow.waiting > 0 then queue.unpark(call, name, flow) end
+  if flow.waiting > 0 then
+    end_return(call, name, flow)
+    queue.unpark(call, name, flow)
+  end
   flows.keep_flow(name, flow, line)
   books.meta.dirty = 1
 end

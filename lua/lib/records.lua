@@ -32,13 +32,13 @@ local kinds = {
     end,
   },
   flows = {
-    key = 6, header = '\151', blank = {0, 0, 0, 0, 0, 0, -1},
-    read = function(_, tag, waiting, blocks, weight, parked, owed, resume)
+    key = 6, header = '\153', blank = {0, 0, 0, 0, 0, 0, -1, -1, 0},
+    read = function(_, tag, waiting, blocks, weight, parked, owed, resume, later, returned)
       return {tag = tag, waiting = waiting, blocks = blocks, weight = weight, parked = parked, owed = owed,
-        resume = resume}
+        resume = resume, later = later, returned = returned}
     end,
     write = function(row)
-      return row.tag, row.waiting, row.blocks, row.weight, row.parked, row.owed, row.resume
+      return row.tag, row.waiting, row.blocks, row.weight, row.parked, row.owed, row.resume, row.later, row.returned
     end,
   },
   keys = {

@@ -87,6 +87,8 @@ MUTANTS: dict[str, tuple[str, str]] = {
     "any place of its key will do": ("flows.name_of(call) .. ':' .. fingerprint, 1)[1]", "flows.name_of(call), 1)[1]"),
     "who returns comes last": ("  call.arrival = tonumber(zsets.last_part(member))", "  books.meta.arrivals = books.meta.arrivals + 1\n  call.arrival = books.meta.arrivals"),
     "an emptied flow starts anew": ("flow.tag = returns and flow.resume >= 0 and math.min(tag, flow.resume) or tag", "flow.tag = tag"),
+    "who came after a return goes before its turn": ("  if flow.later < 0 then return end", "  if true then return end"),
+    "of those who return one goes before its turn": ("  if tonumber(arrival) <= flow.returned then return end\n", ""),
     "who returns does not pay for what its key had meanwhile": ("if flow.resume >= 0 then flow.resume = flow.resume + units end", ""),
     "a flow goes on from where it was although nobody may return": ("  if flow.resume < 0 or places.any(name) then return end", "  if true then return end"),
     "a place is kept a moment too long": ("PLACE_ENDS, '-inf', books.meta.clock", "PLACE_ENDS, '-inf', '(' .. books.meta.clock"),

@@ -306,6 +306,41 @@ def test_a_flow_that_has_its_part_of_the_places_pushes_nobody_out(fleet: Fleet) 
     assert left[-1].fingerprint == "d" * 16, "there is room again"
 
 
+def test_a_place_makes_good_the_absence_of_its_own_call_alone(fleet: Fleet) -> None:
+    """Else a key that sends one call, leaves and comes back with many would have the turns of all that time."""
+    running, _ = fleet.ask("rival")
+    left, _ = fleet.ask("k")
+    rivals = [fleet.ask("rival")[0] for _ in range(9)]
+    fleet.leave(left)
+    for _ in range(5):
+        (running,) = fleet.end(running)
+    again, _ = fleet.ask("k", fingerprint=ONE)
+    new = [fleet.ask("k", fingerprint=f"{number:016x}")[0] for number in range(4)]
+    order = fleet.served()
+    assert order[0] == again
+    turns = ["rival" if id_ in rivals else "k" for id_ in order[1:7]]
+    assert turns == ["k", "k", "rival", "k", "rival", "k"], "as if nobody had left"
+    assert [id_ for id_ in order if id_ in new] == new
+
+
+def test_those_who_left_together_return_together(fleet: Fleet) -> None:
+    """Each where it stood, however many of their key come behind them; what each takes it pays for."""
+    running, _ = fleet.ask("rival")
+    left = [fleet.ask("k")[0] for _ in range(3)]
+    rivals = [fleet.ask("rival")[0] for _ in range(9)]
+    for id_ in left:
+        fleet.leave(id_)
+    for _ in range(5):
+        (running,) = fleet.end(running)
+    back = [fleet.ask("k", fingerprint=ONE)[0]]
+    new, _ = fleet.ask("k", fingerprint=OTHER)
+    back += [fleet.ask("k", fingerprint=ONE)[0] for _ in range(2)]
+    order = fleet.served()
+    assert order[:3] == back
+    assert new in order[3:5]
+    assert set(order) - {*back, new} <= set(rivals)
+
+
 # -- what is held for a large call -----------------------------------------------------------------------------------
 
 

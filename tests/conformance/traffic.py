@@ -320,15 +320,19 @@ def _in_place(op: Op, wait_ms: int, fingerprint: str) -> Op:
 
 @st.composite
 def absences(draw: DrawFn, world: World, owner: str) -> list[list[Op]]:
-    """Some leave the queue, others go on or stand in their flows meanwhile, and who left is there again."""
+    """Some leave the queue, others go on or stand in their flows meanwhile, and who left is there again, perhaps to
+    leave those alone that came behind."""
     fingerprint, wait_ms = draw(st.sampled_from(FINGERPRINTS)), draw(st.sampled_from((1, 10**6, 10**6)))
     left = {c.id: c for c in _some(draw, world.calls(owner, "queued")) if c.key in world.policies}.values()
     whole = [_like(world, call, max(world.policies[call.key][1], 1), 10**6, OTHERS) for call in left]
     meanwhile = st.one_of(clearances(world, owner), st.just([]), st.just(whole))
+    back = [_like(world, call, call.blocks, wait_ms, fingerprint) for call in left]
+    behind = [_like(world, call, call.blocks, 10**6, OTHERS) for call in left]
+    once_more = [["S", op[1], -1, -1, [], ""] for op in back[: draw(st.sampled_from((1, len(back))))]]
     return [
         [["S", call.id, -1, -1, [], fingerprint] for call in left],
         draw(meanwhile),
-        [_like(world, call, call.blocks, wait_ms, fingerprint) for call in left],
+        *draw(st.sampled_from(([back], [[*back, *behind], once_more]))),
     ]
 
 

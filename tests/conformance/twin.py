@@ -160,7 +160,7 @@ def spec_content(books: Books) -> dict[str, Any]:
     for flow in flow_names:
         waiting = [c for c in queued if (c.lane, c.class_, c.key) == flow]
         tag = books.tags.get(flow, 0)
-        resume = books.resume.get(flow, -1)
+        resume, later = books.resume.get(flow, -1), books.later.get(flow)
         if waiting or resume >= 0 or tag > books.virtual.get(flow[:2], 0):
             flows[":".join(flow)] = {
                 "tag": tag,
@@ -170,6 +170,8 @@ def spec_content(books: Books) -> dict[str, Any]:
                 "parked": int(flow in books.parked),
                 "owed": books.owed.get(flow, 0),
                 "resume": resume,
+                "later": later.tag if later else -1,
+                "returned": later.arrival if later else 0,
             }
     lines = {}
     for lane_class in {f[:2] for f in flow_names} | set(books.virtual) | set(books.credit):

@@ -182,6 +182,7 @@ CORRUPTIONS: list[tuple[Rule, str, Callable[[], Snapshot]]] = [
     (Rule.PLACE, f"place {PLACE}", lambda: left(calls={**books().calls, "dd": call("dd", "queued", 10, 4)})),
     (Rule.PLACE, f"place {PLACE} end", lambda: left({PLACE: 15_001})),
     (Rule.PLACE, "places", lambda: left({f"{PLACE[:-5]}{i:05d}": 9000 for i in range(10_001)})),
+    (Rule.PLACE, "flow a:normal:k later", lambda: books(flows={("a", "normal", "k"): Flow(7, 1, 10, 1, later=9)})),
     (Rule.PLACE, "flow a:normal:k resume", lambda: left(flows={("a", "normal", "k"): Flow(7, 1, 10, 1, 0, 0, 7)})),
     (Rule.PLACE, "flow b:normal:k resume", lambda: left(flows={**books().flows, ("b", "normal", "k"): Flow(resume=7)})),
     (Rule.ONCE, "once e5", lambda: with_call(WAITING, once="e5")),
