@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 PAGE_SIZE = 1000
 WAITING = frozenset({Phase.ASKED, Phase.QUEUED, Phase.MOVING})
+LIVING = WAITING | {Phase.RESERVED}
 
 
 class Sharing:
@@ -102,10 +103,21 @@ class Sharing:
         """Answer a new call; False where the store has to be asked."""
         if not self.active:
             return False
+        first = self._namesake(ask)
+        if first:
+            ask.refuse(self._ledger.once_refusal(ask.admission, first.admission))
+            return True
         denied = self._place(ask)
         if denied:
             ask.refuse(self._ledger.share_refusal(denied, ask.admission))
         return True
+
+    def _namesake(self, ask: Ask) -> Ask | None:
+        """The call of this process that is admitted under the same `Idempotency-Key`."""
+        once = ask.admission.once
+        if not once:
+            return None
+        return next((a for a in self._asks.values() if a.admission.once == once and a.phase in LIVING), None)
 
     def move(self, ask: Ask) -> None:
         """Its replica failed: another place, or it waits for one as long as calls wait for the store."""

@@ -294,6 +294,12 @@ class ValkeyLedger:
         message = "the store of reservations does not answer"
         return Refusal(Code.STORE_UNAVAILABLE, message, retry_ms=FIRST_APPOINTMENT_MS)
 
+    def once_refusal(self, second: Admission, first: Admission) -> Refusal:
+        """As the store has it, of two calls under one `Idempotency-Key`."""
+        same = second.identity.fingerprint() == first.identity.fingerprint()
+        name = "duplicate_in_progress" if same else "idempotency_key_reused"
+        return self.refusal_of(second, ["refused", name, "once", 0, 0, 0])
+
     def share_refusal(self, denied: Denied, admission: Admission) -> Refusal:
         if denied.code is Code.STORE_UNAVAILABLE:
             message = (

@@ -16,6 +16,7 @@ import pytest
 import redis
 
 from gateway.core.events import AdmittedByShare, LeaseLost, StoreAnswered, StoreUp
+from gateway.core.identity import Identity
 from gateway.core.outcomes import Code, Refusal
 from gateway.core.share import Portion
 from gateway.ledger.api import Grant
@@ -83,6 +84,28 @@ async def flood(m, blocks, **changes):
 
 
 # -- sharing -----------------------------------------------------------------------------------------------------
+
+
+async def test_a_process_admits_one_call_under_an_idempotency_key(own_store):
+    """As long as it lives; what other processes admit is known when the store is back."""
+    one, other = (Identity("k", "/v1/completions", body) for body in (b"one", b"other"))
+    named = {"once": "a" * 16, "identity": one}
+    async with world(str(own_store.socket), 100, lease_ms=LONG_LEASE_MS) as w:
+        m = await w.join(share_seconds=SHARE_SECONDS)
+        await read_portions((m, 100))
+        kill(own_store)
+        await known_away(m)
+        first = await m.reserve(10, **named)
+        for identity, code in ((one, Code.DUPLICATE_IN_PROGRESS), (other, Code.IDEMPOTENCY_KEY_REUSED)):
+            second = m.open(10, once="a" * 16, identity=identity)
+            refusal = await second.granted()
+            assert isinstance(refusal, Refusal)
+            assert refusal.code is code
+            second.settle(None, None)
+        first.settle(None, None)
+        (await m.reserve(10, **named)).settle(None, None)
+        own_store.start()
+        await eventually(lambda: m.ledger.away_seconds is None and w.empty())
 
 
 @pytest.mark.parametrize("with_data", [False, True])
