@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from gateway.config import AllFleetsLimits, ConfigError, KeyEntry, Limits, parse_key
 from gateway.core import quota
 from gateway.http.auth import NO_SECRET, Key, Keyring
+from gateway.ledger.api import printable
 
 log = logging.getLogger("kvgate.keys")
 
@@ -181,7 +182,7 @@ def _right_ones(raw: Mapping[str, bytes]) -> Iterator[KeyEntry]:
             if entry.name != name:
                 raise ConfigError("name", "is another one than it is kept under")
         except (msgspec.DecodeError, ConfigError, RecursionError) as error:
-            log.error("key %s of the store is not used: %s", name, error)
+            log.error("key %s of the store is not used: %s", printable(name), error)
         else:
             yield entry
 

@@ -161,3 +161,8 @@ class SharedKeys(Protocol):
     async def cut(self, name: str) -> int | Refusal:
         """End the calls of a key, in every process; returns how many of this one were ended."""
         ...
+
+
+def printable(name: str) -> str:
+    """A name out of the store, for logs: what is no text in it is escaped."""
+    return name.encode(errors="backslashreplace").decode()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gateway.core.outcomes import Code, Refusal
-from gateway.ledger.api import Cut, Edit
+from gateway.ledger.api import Cut, Edit, printable
 from gateway.ledger.connection import REPLY_SECONDS, Connection
 from gateway.ledger.scripts import CALLERS_KEYS
 from gateway.ledger.wire import StoreAway
@@ -216,7 +216,7 @@ def _tell_of_another_history(known: _Known, found: _Known) -> None:
         "the store lost a change of its keys that was answered: version %d has come twice; what was done to these "
         "may be undone: %s%s",
         found.version,
-        ", ".join(changed[:NAMES_TOLD]),
+        ", ".join(map(printable, changed[:NAMES_TOLD])),
         " and others" if len(changed) > NAMES_TOLD else "",
     )
 

@@ -10,6 +10,7 @@ from gateway import keybook
 from gateway.config import ConfigError, parse_keys
 from gateway.http.auth import Key, Keyring
 from gateway.keybook import Entries, KeyBook
+from gateway.ledger.api import printable
 
 
 def digest(secret: str) -> str:
@@ -91,7 +92,7 @@ def test_a_wrong_entry_is_left_out_and_told(book: Book, caplog: pytest.LogCaptur
     assert [row["name"] for row in book.rows()] == ["good"]
     assert book.find("good")
     for name in wrong:
-        assert f"key {name} of the store is not used" in caplog.text
+        assert f"key {printable(name)} of the store is not used" in caplog.text
     assert digest("good") not in caplog.text
 
 
