@@ -1,7 +1,8 @@
 """`python -m tests.conformance.hunt`: plants every fault and says how soon it is found; status 1 when one survives.
 
-Faults of the Lua are looked for by the state machine.  Faults of the Python around it are looked for by the tests that
-have to see them, run against a copy of the package with the fault in it.
+Faults of the Lua are looked for by the state machine, but for those that it meets by chance only.  These, and faults of
+the Python around it, are looked for by the tests that have to see them, run against a copy of the package with the
+fault in it.
 """
 
 import os
@@ -25,7 +26,7 @@ from gateway.ledger.embedded import EmbeddedStore
 from gateway.ledger.scripts import Library, library, script_folder
 from tests.conformance.machine import CALM, PARTS, BooksMachine, play
 from tests.conformance.mutants import MUTANTS
-from tests.conformance.python_mutants import PYTHON_MUTANTS, PythonMutant
+from tests.conformance.tested_mutants import TESTED_MUTANTS, TestedMutant
 from tests.conformance.twin import Twin
 
 QUICK = settings(CALM, phases=(Phase.generate,), verbosity=Verbosity.quiet)
@@ -91,7 +92,7 @@ def hunt(client: "redis.Redis[bytes]", fault: str) -> Hunted:
 
 
 @contextmanager
-def faulty_package(mutant: PythonMutant) -> Iterator[Path]:
+def faulty_package(mutant: TestedMutant) -> Iterator[Path]:
     """A folder with the package and the scripts as they are, but for the fault."""
     with tempfile.TemporaryDirectory(prefix="kvgate-fault-") as folder:
         root = Path(folder)
@@ -105,7 +106,7 @@ def faulty_package(mutant: PythonMutant) -> Iterator[Path]:
         yield root
 
 
-def hunt_python(mutant: PythonMutant) -> Hunted:
+def hunt_by_tests(mutant: TestedMutant) -> Hunted:
     """Run the tests that have to fail."""
     started = time.monotonic()
     with faulty_package(mutant) as root:
@@ -133,15 +134,15 @@ def main() -> int:
     client = redis.Redis(unix_socket_path=str(store.socket), protocol=2)
     survivors = 0
     try:
-        for fault in [*MUTANTS, *PYTHON_MUTANTS]:
-            hunted = hunt(client, fault) if fault in MUTANTS else hunt_python(PYTHON_MUTANTS[fault])
+        for fault in [*MUTANTS, *TESTED_MUTANTS]:
+            hunted = hunt(client, fault) if fault in MUTANTS else hunt_by_tests(TESTED_MUTANTS[fault])
             survivors += not hunted.found
             verdict = "found" if hunted.found else "SURVIVED"
             print(f"{fault:50} {verdict:8} {hunted.effort:34} {hunted.seconds:5.1f} s", flush=True)
     finally:
         client.close()
         store.stop()
-    print(f"\n{len(MUTANTS) + len(PYTHON_MUTANTS)} faults planted, {survivors} survived")
+    print(f"\n{len(MUTANTS) + len(TESTED_MUTANTS)} faults planted, {survivors} survived")
     return 1 if survivors else 0
 
 

@@ -1,99 +1,124 @@
-"""Planted faults of the Python around the ledger: file, text, what it becomes, and the tests that have to see it."""
+"""Planted faults of the Python around the ledger, and of the Lua where the state machine meets them by chance only:
+file, text, what it becomes, and the tests that have to see it."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class PythonMutant:
+class TestedMutant:
     file: str
     before: str
     after: str
     tests: tuple[str, ...]
 
 
-PYTHON_MUTANTS: dict[str, PythonMutant] = {
-    "null block forgotten (limit)": PythonMutant(
+TESTED_MUTANTS: dict[str, TestedMutant] = {
+    "null block forgotten (limit)": TestedMutant(
         "gateway/upstream/engines.py",
         "math.floor((num_gpu_blocks - 1) * ",
         "math.floor(num_gpu_blocks * ",
         ("tests/unit/test_engines.py",),
     ),
-    "null block forgotten (largest call)": PythonMutant(
+    "null block forgotten (largest call)": TestedMutant(
         "gateway/upstream/engines.py",
         "usable = shape.num_gpu_blocks - 1",
         "usable = shape.num_gpu_blocks",
         ("tests/unit/test_engines.py",),
     ),
-    "n ignored": PythonMutant(
+    "n ignored": TestedMutant(
         "gateway/core/blocks.py",
         "return per_prompt * sum(each)",
         "return sum(each)",
         ("tests/unit/test_blocks.py",),
     ),
-    "one token too little per sequence": PythonMutant(
+    "one token too little per sequence": TestedMutant(
         "gateway/core/blocks.py",
         "max_model_len) - 1 + speculative_tokens",
         "max_model_len) - 2 + speculative_tokens",
         ("tests/unit/test_blocks.py",),
     ),
-    "prefill part never ended (gateway)": PythonMutant(
+    "prefill part never ended (gateway)": TestedMutant(
         "gateway/flow.py",
         "        reservation.first_token()\n",
         "        pass\n",
         ("tests/flow/test_prefill.py",),
     ),
-    "who leaves the queue leaves no place": PythonMutant(
+    "who leaves the queue leaves no place": TestedMutant(
         "gateway/ledger/reservation.py",
         "self._leaves = self._answer is None or not self._answer.done() or self._answer.cancelled()",
         "self._leaves = False",
         ("tests/flow/test_repetition.py",),
     ),
-    "who waited in vain leaves a place": PythonMutant(
+    "who waited in vain leaves a place": TestedMutant(
         "gateway/ledger/reservation.py",
         "self._leaves = self._answer is None or not self._answer.done() or self._answer.cancelled()",
         "self._leaves = True",
         ("tests/integration/test_ledger_places.py",),
     ),
-    "an Idempotency-Key is not declared again (gateway)": PythonMutant(
+    "an Idempotency-Key is not declared again (gateway)": TestedMutant(
         "gateway/ledger/reservation.py",
         "int(self.by_force), self._fingerprint(), a.once,",
         'int(self.by_force), "", "",',
         ("tests/integration/test_ledger_places.py",),
     ),
-    "a retry too many is remembered as a full queue": PythonMutant(
+    "a retry too many is remembered as a full queue": TestedMutant(
         "gateway/ledger/valkey.py",
         'frozenset({"displaced", "place_only"})',
         'frozenset({"displaced"})',
         ("tests/integration/test_ledger_places.py",),
     ),
-    "a long body is hashed on the loop": PythonMutant(
+    "a long body is hashed on the loop": TestedMutant(
         "gateway/core/identity.py",
         "INLINE_BYTES_MAX = 512 * 1024",
         "INLINE_BYTES_MAX = 1 << 30",
         ("tests/flow/test_repetition.py",),
     ),
-    "fingerprints run together": PythonMutant(
+    "fingerprints run together": TestedMutant(
         "gateway/core/identity.py",
         'f"{caller}\\n{route}\\n"',
         'f"{caller}{route}"',
         ("tests/unit/test_identity.py",),
     ),
-    "each retry costs the same": PythonMutant(
+    "each retry costs the same": TestedMutant(
         "gateway/core/retries.py",
         "price = retry_count * SCALE",
         "price = SCALE",
         ("tests/unit/test_retries.py",),
     ),
-    "a retry that was asked for is one too many": PythonMutant(
+    "a retry that was asked for is one too many": TestedMutant(
         "gateway/http/proxy.py",
         "self._retries.invite(visit.key.name, call.retry_count + 1, _now_ms())",
         "pass",
         ("tests/flow/test_repetition.py",),
     ),
-    "retries are queued without bound": PythonMutant(
+    "retries are queued without bound": TestedMutant(
         "gateway/http/proxy.py",
         "call.place_only = not self._retries.take",
         "call.place_only = None is self._retries.take",
         ("tests/flow/test_repetition.py",),
+    ),
+    "held for the one behind who returns": TestedMutant(
+        "lua/lib/queue.lua",
+        "  if flow.waiting > 0 and books.holds > 0 then unhold_behind(id, call, name) end\n",
+        "",
+        ("tests/conformance/test_places.py",),
+    ),
+    "an emptied flow starts anew": TestedMutant(
+        "lua/lib/queue.lua",
+        "flow.tag = returns and flow.resume >= 0 and math.min(tag, flow.resume) or tag",
+        "flow.tag = tag",
+        ("tests/conformance/test_places.py",),
+    ),
+    "a flow from beyond the front is put into it": TestedMutant(
+        "lua/lib/fronts.lua",
+        "if not front or (front.last and member > front.last) then return end",
+        "if not front then return end",
+        ("tests/conformance/test_fronts.py",),
+    ),
+    "a front that grew short is not read again": TestedMutant(
+        "lua/lib/fronts.lua",
+        "if front and (#front.members >= count or not front.last)",
+        "if front",
+        ("tests/conformance/test_fronts.py",),
     ),
 }
