@@ -226,8 +226,8 @@ class Settings(_Strict, frozen=True, kw_only=True):
         return "normal" if "normal" in names else names[-1]
 
 
-class AllFleetsLimits(_Strict, frozen=True, kw_only=True):
-    """What holds over all fleets together.  None = no limit."""
+class _Rates(_Strict, frozen=True, kw_only=True):
+    """None = no limit."""
 
     requests_max: CountOrZero | None = None
     requests_per_minute: Count | None = None
@@ -240,23 +240,18 @@ class AllFleetsLimits(_Strict, frozen=True, kw_only=True):
     """The part of a minute's quota that may be used at once."""
 
 
-class Limits(_Strict, frozen=True, kw_only=True):
-    """What one key, or all keys of one group together, may have of each fleet.  None = no limit."""
+class AllFleetsLimits(_Rates, frozen=True, kw_only=True):
+    """What holds over all fleets together."""
 
-    requests_max: CountOrZero | None = None
+
+class Limits(_Rates, frozen=True, kw_only=True):
+    """What one key, or all keys of one group together, may have of each fleet."""
+
     blocks_max: Count | None = None
     pool_share: Annotated[float, Meta(ge=0.001, le=1)] | None = None
     """The part of each pool's limit that may be held at once."""
     context_tokens_max: Count | None = None
     max_output_tokens: Count | None = None
-    requests_per_minute: Count | None = None
-    requests_per_day: Count | None = None
-    prompt_tokens_per_minute: Count | None = None
-    prompt_tokens_per_day: Count | None = None
-    output_tokens_per_minute: Count | None = None
-    output_tokens_per_day: Count | None = None
-    minute_burst: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    """The part of a minute's quota that may be used at once."""
     all_fleets: AllFleetsLimits | None = None
 
 

@@ -73,7 +73,6 @@ MUTANTS: dict[str, tuple[str, str]] = {
     "the lane's last waiter stays": ("    note_last(call)\n", ""),
     "who waits for its key's cap counts as one who waits for the replicas": ("  take_from_order(call, flow)\n  note_last(call)\n", "  take_from_order(call, flow)\n"),
     "who fits now is refused because of a predicted wait": (" or fits_now(call) then", " then"),
-    "early refusals behind a closed gate": ("if wait <= wait_ms or books.meta.opens_at > 0 or fits_now(call) then return nil end", "if wait <= wait_ms or fits_now(call) then return nil end"),
     "nobody makes room in a full queue": ("then return nil end\n  return key\n", "then return nil end\n  return nil\n"),
     "an equal key makes room": ("if own + call.blocks >= tonumber(blocks) or", "if own + call.blocks > tonumber(blocks) or"),
     "a call for which a replica is held makes room": (" or is_held_for(newest(call.lane, call.class, key)) then", " then"),

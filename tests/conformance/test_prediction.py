@@ -50,6 +50,10 @@ class Lane:
         limits = [1, -1, requests_max, -1, queue_max, 25]
         return ["A", id_, key, "normal", "a", blocks, 1, 0, cost, wait_ms, *limits, [], [], [], "", "", 0]
 
+    def epoch_told(self) -> bool:
+        reply = self.twin.step(self.now_ms, OWNER, next(self._batches), [])
+        return bool(reply[0] == "epoch")
+
     def drain_slowly(self, blocks: int, key: str) -> None:
         """Calls come and go now and then, for longer than the drain is measured over."""
         for _ in range(3 * DRAIN_WINDOW_MS // (4 * PAUSE_MS)):
@@ -98,3 +102,18 @@ def test_after_a_quiet_time_nobody_is_sent_away_for_as_long_as_little_was_asked_
     assert results[0][0] == "grant"
     assert results[1][:2] == ["refused", "capacity_exceeded"]
     assert results[1][-1] == 10_000, "when it has come back, and as much again for this call"
+
+
+def test_behind_a_closed_gate_nobody_is_refused_for_what_was_measured_before(lane: Lane) -> None:
+    """Nothing is given back there, and nobody knows yet what is held."""
+    calls = [lane.admit(BLOCKS, f"k{number % 2}", wait_ms=3_600_000) for number in range(10)]
+    lane.step(*calls)
+    for call in calls[:6]:
+        lane.wait(4 * PAUSE_MS)
+        lane.step(["S", call[1], -1, -1, [], ""])
+    results, _ = lane.step(lane.admit(BLOCKS, "k0", wait_ms=1_000))
+    assert results[0][:2] == ["refused", "predicted_wait"]
+    lane.twin.restart_store()
+    assert lane.epoch_told()
+    results, _ = lane.step(lane.admit(BLOCKS, "k0", wait_ms=1_000))
+    assert results[0][0] == "ticket"

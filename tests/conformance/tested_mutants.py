@@ -121,4 +121,10 @@ TESTED_MUTANTS: dict[str, TestedMutant] = {
         "if front",
         ("tests/conformance/test_fronts.py",),
     ),
+    "early refusals behind a closed gate": TestedMutant(
+        "lua/lib/refusals.lua",
+        "if wait <= wait_ms or books.meta.opens_at > 0 or fits_now(call) then return nil end",
+        "if wait <= wait_ms or fits_now(call) then return nil end",
+        ("tests/conformance/test_prediction.py",),
+    ),
 }
