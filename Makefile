@@ -39,7 +39,7 @@ test-vllm: $(READY) ## Set up a real vLLM for CPUs (2.5 GB in .venv-vllm), compa
 	@$(PY) tests/vllm/environment.py
 	@KVGATE_TEST_VLLM=1 PYTHONSAFEPATH=1 $(PY) -m pytest -p no:xdist -s tests/vllm $(ARGS)
 
-mutants: $(READY) ## Plant every fault in the ledger and show how soon it is found (3 minutes)
+mutants: $(READY) ## Plant every fault in the ledger and show how soon it is found (8 minutes)
 	@$(PY) -m tests.conformance.hunt $(ARGS)
 
 faults: $(READY) ## Every fault on real processes (5 minutes): writes docs/reliability.md

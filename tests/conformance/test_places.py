@@ -48,11 +48,11 @@ class Fleet:
 
     def admit(self, key: str = "k", blocks: int = BLOCKS, fingerprint: str = "", **changes: Any) -> Op:
         a = {"class": "normal", "lane": "a", "wait_ms": 3_600_000, "queue_max": QUEUE_MAX, "key_max": QUEUE_MAX,
-             "requests_max": -1, "once": "", "place_only": 0} | changes  # fmt: skip
+             "blocks_max": -1, "requests_max": -1, "once": "", "place_only": 0} | changes  # fmt: skip
         id_ = f"{next(self._ids):010x}"
-        return ["A", id_, key, a["class"], a["lane"], blocks, 1, 0, blocks, a["wait_ms"], 1, -1,
-                a["requests_max"], -1, a["queue_max"], a["key_max"], [], [], [], fingerprint, a["once"],
-                a["place_only"]]  # fmt: skip
+        return ["A", id_, key, a["class"], a["lane"], blocks, 1, 0, blocks, a["wait_ms"], 1,
+                a["blocks_max"], a["requests_max"], -1, a["queue_max"], a["key_max"], [], [], [], fingerprint,
+                a["once"], a["place_only"]]  # fmt: skip
 
     def ask(self, key: str = "k", fingerprint: str = "", owner: str = "o0", **changes: Any) -> tuple[str, Op]:
         """The new call's id, and what it was told."""
@@ -339,6 +339,19 @@ def test_those_who_left_together_return_together(fleet: Fleet) -> None:
     assert order[:3] == back
     assert new in order[3:5]
     assert set(order) - {*back, new} <= set(rivals)
+
+
+def test_who_returns_before_a_call_that_its_keys_cap_keeps_waiting_may_start(fleet: Fleet) -> None:
+    half, cap = BLOCKS // 2, {"blocks_max": BLOCKS // 2 + 1}
+    fleet.ask("k", blocks=half, **cap)
+    rival, _ = fleet.ask("rival", blocks=half)
+    small, _ = fleet.ask("k", blocks=1, **cap)
+    fleet.ask("k", blocks=half, **cap)
+    fleet.leave(small)
+    fleet.end(rival)
+    assert fleet.twin.books.parked == {("a", "normal", "k")}
+    again, _ = fleet.ask("k", fingerprint=ONE, blocks=1, **cap)
+    assert again in fleet.started
 
 
 # -- what is held for a large call -----------------------------------------------------------------------------------

@@ -127,4 +127,22 @@ TESTED_MUTANTS: dict[str, TestedMutant] = {
         "if wait <= wait_ms or fits_now(call) then return nil end",
         ("tests/conformance/test_prediction.py",),
     ),
+    "who came after a return goes before its turn": TestedMutant(
+        "lua/lib/queue.lua",
+        "  if flow.later < 0 then return end",
+        "  if true then return end",
+        ("tests/conformance/test_places.py",),
+    ),
+    "of those who return one goes before its turn": TestedMutant(
+        "lua/lib/queue.lua",
+        "  if tonumber(arrival) <= flow.returned then return end\n",
+        "",
+        ("tests/conformance/test_places.py",),
+    ),
+    "a parked flow's new head stays parked": TestedMutant(
+        "lua/lib/places.lua",
+        "  if flow.waiting > 0 then queue.unpark(call, name, flow) end\n  queue.join",
+        "  queue.join",
+        ("tests/conformance/test_places.py",),
+    ),
 }
