@@ -108,7 +108,6 @@ MUTANTS: dict[str, tuple[str, str]] = {
     "another share of pools wakes nobody": ("  books.room = books.room + 1\n  books.meta.dirty = 1\nend", "end"),
     "another share of pools does not unpark": ("local changed = other_share or key.blocks_max", "local changed = key.blocks_max"),
     "who is parked for a part is not woken by a higher limit": ("  forget_removed()\n  queue.recheck_parked()", "  forget_removed()"),
-    "who is parked for a part is not woken by a replica that is back": ("  if replica.state ~= 'up' then queue.recheck_parked() end\n", ""),
     "a replica is held where its call may not go": ("    and within_part(call, replica.pool)\n", "\n"),
     "a hold stays where its call may not go": ("  if placement.could_use(call, replica) then return false end\n  queue.unhold(id)", "  if true then return false end\n  queue.unhold(id)"),
     "a hold stays for a parked call": ("function queue.park(id, call)\n  queue.unhold(id)\n", "function queue.park(id, call)\n"),

@@ -145,4 +145,10 @@ TESTED_MUTANTS: dict[str, TestedMutant] = {
         "  queue.join",
         ("tests/conformance/test_places.py",),
     ),
+    "who is parked for a part is not woken by a replica that is back": TestedMutant(
+        "lua/configure.lua",
+        "  if replica.state ~= 'up' then queue.recheck_parked() end\n",
+        "",
+        ("tests/conformance/test_pool_share.py",),
+    ),
 }
