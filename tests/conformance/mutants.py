@@ -115,7 +115,6 @@ MUTANTS: dict[str, tuple[str, str]] = {
     "a changed row is taken for what it was read from": ("  for name in pairs(records.replicas.touched) do last_rows[name] = nil end\n", ""),
     "settings are read once": ("if packed ~= last_config.packed then last_config", "if not last_config.packed then last_config"),
     "a call that found no place is not looked at again": ("if books.unfit[call] == books.room then", "if books.unfit[call] then"),
-    "room is not measured again after a release": ("if books.bounds_room ~= books.room then", "if false then"),
     "a flow that is put back is the last one of the front": ("  while place > 0 and front.members[place] > member do place = place - 1 end\n", ""),
     "a flow that left stays in the front": ("      table.remove(front.members, place)\n", ""),
     "a lane whose last flow left still waits": ("  changes[member], some[lane] = false, nil\n", "  changes[member] = false\n"),

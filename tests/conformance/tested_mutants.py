@@ -151,4 +151,10 @@ TESTED_MUTANTS: dict[str, TestedMutant] = {
         "",
         ("tests/conformance/test_pool_share.py",),
     ),
+    "room is not measured again after a release": TestedMutant(
+        "lua/lib/placement.lua",
+        "if books.bounds_room ~= books.room then",
+        "if false then",
+        ("tests/conformance/test_fronts.py",),
+    ),
 }
