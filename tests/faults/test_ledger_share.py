@@ -70,6 +70,14 @@ async def known_away(*members):
     await eventually(lambda: all(m.ledger.sharing.active for m in members))
 
 
+async def answered(times, *members):
+    """The store has answered each of them so many times more: what they had to tell it is booked."""
+    before = [m.count(StoreAnswered) for m in members]
+    await eventually(
+        lambda: all(m.count(StoreAnswered) >= seen + times for m, seen in zip(members, before, strict=True))
+    )
+
+
 async def flood(m, blocks, **changes):
     """Calls until one is refused; the reservations, and the refusal, all without waiting for anything."""
     asks = []
@@ -287,8 +295,7 @@ async def test_behind_a_closed_gate_the_books_are_not_read(own_store):
         await proxy.refuse()
         kill(own_store)
         own_store.start()
-        answered = first.count(StoreAnswered)
-        await eventually(lambda: first.count(StoreAnswered) > answered + 10)
+        await answered(10, first)
         assert first.ledger.away_seconds is None
         assert _portion(first).blocks == 30
         await proxy.open()
@@ -576,6 +583,7 @@ async def test_a_paused_store_grants_twice_only_in_the_moment_of_its_return(own_
             back = time.monotonic()
             own_store.process.send_signal(signal.SIGCONT)
             await eventually(lambda: all(m.ledger.away_seconds is None for m in members))
+            await answered(10, *members)
             assert load.over - over <= lately + load.admitted_since(back)
             over, seen = load.over, load.grants
             await eventually(lambda: load.grants > seen + 50)
