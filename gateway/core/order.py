@@ -4,9 +4,9 @@ LAYOUT = 3
 """Number of the layout of the keys; two layouts side by side would hand the budget out twice."""
 LOOKAHEAD = 8
 """Flows of one class that a dispatch looks at before it leaves the class."""
-WORK = 64
+WORK = 32
 """Grants, parkings, holds, unparkings and expiries of one script; what is left is done by the next."""
-SLICE = 32
+SLICE = 16
 """Calls of lost owners, and expired tickets, given back by one script; flows that it looks at again for their keys'
 parts of pools whose limits have changed."""
 OUTBOX = 64

@@ -3,7 +3,7 @@
 --- @include "lib/zsets"
 --- @include "lib/fronts"
 -- The content of one fleet's keys while a script runs, and the ledger clock.
-local LAYOUT, WORK = 3, 64
+local LAYOUT, WORK = 3, 32
 
 local meta_key -- of the fleet
 local pools -- name -> rows of its replicas

@@ -2,7 +2,7 @@
 --- @include "lib/queue"
 --- @include "lib/places"
 -- Leases, ticket deadlines and the gate that a new epoch closes.
-local SLICE, OUTBOX_MAX = 32, 64
+local SLICE, OUTBOX_MAX = 16, 64
 
 function owners.renew_lease(owner)
   redis.call('ZADD', zsets.OWNERS, books.meta.clock + books.config.lease_ms, owner)

@@ -2,7 +2,7 @@
 --- @include "lib/queue"
 -- Remembered places: where calls stood that left the queue, each for the next call with the same fingerprint.  A place
 -- is a member of two zsets: `lane:class:key:fingerprint:arrival`, by bytes, and by the end of its time.
-local PLACE_MS, PLACES, PLACES_OF_FLOW, SLICE = 10000, 10000, 1000, 32
+local PLACE_MS, PLACES, PLACES_OF_FLOW, SLICE = 10000, 10000, 1000, 16
 
 local function member_of(call, fingerprint)
   return string.format('%s:%s:%012d', flows.name_of(call), fingerprint, call.arrival)

@@ -3,7 +3,7 @@
 --- @include "lib/quotas"
 --- @include "lib/places"
 -- Tickets and parking: every index of the queue is written here and nowhere else.
-local SLICE = 32
+local SLICE = 16
 
 local function order_member(call, flow)
   return string.format('%s:%s:%016d:%s', call.lane, call.class, flow.tag, call.key)

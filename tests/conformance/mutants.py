@@ -54,7 +54,7 @@ MUTANTS: dict[str, tuple[str, str]] = {
     "flow of another lane stays parked": ("  flows.unpark_key(call.key)\n  drain.add(replica.pool, call.blocks)", "  local name = flows.name_of(call)\n  local own = rows.fetch(records.flows, name)\n  if own.parked == 1 then queue.unpark(call, name, own) end\n  drain.add(replica.pool, call.blocks)"),
     "unparked flow of another lane not dispatched": ("    for _, lane in ipairs(books.config.lanes) do\n      while lane_waits(lane) do", "    for _, lane in ipairs({books.config.lanes[1]}) do\n      while lane_waits(lane) do"),
     "work of one script without bound": ("if books.work <= 0 then", "if false then"),
-    "slices without bound": ("local SLICE, OUTBOX_MAX = 32, 64", "local SLICE, OUTBOX_MAX = 320, 64"),
+    "slices without bound": ("local SLICE, OUTBOX_MAX = 16, 64", "local SLICE, OUTBOX_MAX = 160, 64"),
     "gate opens before all have declared": ("books.meta.clock >= books.meta.opens_after and all_declared()", "books.meta.clock >= books.meta.opens_after"),
     "a move loses its old place": ("    queue.join(id, call)\n    call.charged", "    books.meta.arrivals = books.meta.arrivals + 1\n    call.arrival = books.meta.arrivals\n    queue.join(id, call)\n    call.charged"),
     "credit kept by a class nobody waits in": ("  if line.waiting == 0 then line.credit = 0 end\n", ""),
