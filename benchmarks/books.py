@@ -278,10 +278,10 @@ def longest(full: Full) -> Iterator[Figure]:
         full.running = full.running[BATCH_OPS:] + full.fleet.claim("a")
         return us
 
-    yield Figure("64 settles that start 64 waiters", again(lambda: full.settle(BATCH_OPS)), "us", 5_000)
+    yield Figure(f"64 settles beside {WAITERS:,} waiters", again(lambda: full.settle(BATCH_OPS)), "us", 5_000)
     tickets = again(lambda: full.fleet.step("a", [full.fleet.admit() for _ in range(BATCH_OPS)])[1])
     yield Figure("64 tickets", tickets, "us", 5_000)
-    yield Figure("64 moves", again(moves), "us", 5_000)
+    yield Figure(f"64 moves beside {WAITERS:,} waiters", again(moves), "us", 5_000)
 
 
 def reap(fleet: Fleet, what: str) -> Iterator[Figure]:
