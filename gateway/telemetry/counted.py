@@ -147,10 +147,16 @@ class Counted:
             "kvgate_call_log_lost", "Calls that ended and are not in the file of `log.calls`", ()
         )
         self.refusals = Histogram(
-            "kvgate_refusal_seconds", "Body read to refusal written", ("fleet", "reason"), REFUSAL_SECONDS
+            "kvgate_refusal_seconds",
+            "From a body's last byte to the refusal's first",
+            ("fleet", "reason"),
+            REFUSAL_SECONDS,
         )
         self.waits = Histogram(
-            "kvgate_queue_wait_seconds", "Waiting for blocks", ("fleet", "lane", "class"), QUEUE_SECONDS
+            "kvgate_queue_wait_seconds",
+            "From asking for blocks to having them or giving up",
+            ("fleet", "lane", "class"),
+            QUEUE_SECONDS,
         )
         self.predictions = Histogram(
             "kvgate_queue_wait_prediction_ratio",
@@ -158,11 +164,15 @@ class Counted:
             ("fleet", "lane", "class"),
             PREDICTION_RATIO,
         )
-        self.ttft = Histogram("kvgate_ttft_seconds", "Body read to first data event", places, TTFT_SECONDS)
-        self.gaps = Histogram("kvgate_inter_token_seconds", "Between data events", places, TOKEN_SECONDS)
+        self.ttft = Histogram(
+            "kvgate_ttft_seconds", "From a body's last byte to the first data event", places, TTFT_SECONDS
+        )
+        self.gaps = Histogram(
+            "kvgate_inter_token_seconds", "Between two data events of a stream", places, TOKEN_SECONDS
+        )
         self.unused = Histogram(
             "kvgate_reserved_unused_blocks",
-            "Left over at settle",
+            "Blocks of a call that it did not come to use",
             ("fleet", "pool", "replica"),
             UNUSED_BLOCKS,
         )

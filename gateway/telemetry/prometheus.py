@@ -126,8 +126,12 @@ class Metrics:
 
         It is of now, and for a thread: writing the page of a large fleet takes tens of milliseconds.
         """
-        families = self._own_families(self.snapshot()) if roll is None else self._common_families(roll)
+        families = self.families(roll)
         return lambda: generate_latest(_Page(families))
+
+    def families(self, roll: RollCall | None = None) -> Iterator[Metric]:
+        """What stands on the page."""
+        return self._own_families(self.snapshot()) if roll is None else self._common_families(roll)
 
     def _own_families(self, own: Snapshot) -> Iterator[Metric]:
         yield from _sum_of([own]).families()
