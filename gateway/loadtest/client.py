@@ -105,28 +105,29 @@ class Clients:
         failed: int | None = None
         while True:
             index = choose(self._targets, planned.prompt_tokens, failed)
-            attempt = Attempt(index, self._now())
+            attempt, done = Attempt(index, self._now()), len(record.attempts)
             record.attempts.append(attempt)
-            headers = await self._attempt(planned, body, attempt)
+            headers = await self._attempt(planned, body, attempt, done)
             self._count_attempt(attempt.end)
             if attempt.end in _OUTCOMES:
                 return _OUTCOMES[attempt.end]
-            done = len(record.attempts) - 1
             delay = retry_delay_seconds(self._scenario.client, attempt, headers, done, chance.random())
             if delay is None:
                 return Outcome.GAVE_UP
             failed = index
             await asyncio.sleep(delay)
 
-    async def _attempt(self, planned: PlannedCall, body: bytes, attempt: Attempt) -> Mapping[str, str]:
-        """The headers of the answer; how it ended is noted in the attempt."""
+    async def _attempt(
+        self, planned: PlannedCall, body: bytes, attempt: Attempt, done: int
+    ) -> Mapping[str, str]:
+        """The headers of the answer; how it ended is noted in the attempt.  `done`: attempts before this one."""
         target = self._targets[attempt.target]
         target.outstanding += 1
         try:
             connection = await self._connect(attempt)
             if connection is None:
                 return {}
-            return await self._exchange(planned, body, attempt, connection)
+            return await self._exchange(planned, body, attempt, done, connection)
         finally:
             target.outstanding -= 1
             if not attempt.ended:
@@ -147,7 +148,7 @@ class Clients:
         return None
 
     async def _exchange(
-        self, planned: PlannedCall, body: bytes, attempt: Attempt, connection: Connection
+        self, planned: PlannedCall, body: bytes, attempt: Attempt, done: int, connection: Connection
     ) -> Mapping[str, str]:
         mix = self._scenario.calls[planned.mix]
         exchange = Exchange(
@@ -158,7 +159,7 @@ class Clients:
             leave_after=planned.leave_after_tokens,
         )
         head = self._heads[attempt.target][planned.key]
-        request = b"%b%d\r\n\r\n%b" % (head, len(body), body)
+        request = b"%b%d\r\nx-stainless-retry-count: %d\r\n\r\n%b" % (head, len(body), done, body)
         try:
             exchange.begin(connection, request, mix.slow.read_seconds if mix.slow and planned.slow else 0)
             await exchange.done

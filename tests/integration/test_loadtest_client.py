@@ -262,6 +262,19 @@ async def test_retries_are_counted_whatever_they_are_for() -> None:
     assert record.outcome is Outcome.GAVE_UP
 
 
+async def test_an_attempt_says_how_often_its_call_was_tried_before() -> None:
+    """As the OpenAI SDK does."""
+    said: list[str] = []
+
+    async def refuse(peer: Peer) -> None:
+        said.append(peer.headers["x-stainless-retry-count"])
+        await peer.send(refusal(503, "draining"))
+
+    await one(refuse, retries=2)
+
+    assert said == ["0", "1", "2"]
+
+
 async def test_a_leaver_closes_after_its_tokens() -> None:
     async def pour(peer: Peer) -> None:
         await peer.send(HEAD, ROLE)
