@@ -31,8 +31,8 @@ class Fleet:
         self._now_ms += 500
         return [str(id_) for id_ in self.twin.step(self._now_ms, OWNER, next(self._batches), ops)[6][::2]]
 
-    def admit(self, key: str, blocks: int) -> Op:
-        call = [key, "normal", "a", blocks, 1, 0, 10 * blocks, 3_600_000, 1, -1, -1, -1, 100, 50]
+    def admit(self, key: str, blocks: int, blocks_max: int = -1) -> Op:
+        call = [key, "normal", "a", blocks, 1, 0, 10 * blocks, 3_600_000, 1, blocks_max, -1, -1, 100, 50]
         return ["A", f"{next(self._ids):010x}", *call, [], [], [], "", "", 0]
 
 
@@ -58,3 +58,15 @@ def test_what_found_no_room_starts_when_the_same_batch_gives_some_back(
     running, late = fleet.admit("k0", 60), fleet.admit("k1", 50)
     fleet.step(running)
     assert fleet.step(late, ["S", running[1], -1, -1, [], ""]) == [late[1]]
+
+
+def test_who_was_parked_starts_when_the_same_batch_gives_its_key_room(
+    store_client: "redis.Redis[bytes]",
+) -> None:
+    """The batch begins when nobody is parked."""
+    fleet = Fleet(store_client)
+    other, own, parked = fleet.admit("k0", 1), fleet.admit("k1", 10, 10), fleet.admit("k1", 5, 10)
+    fleet.step(other, own, fleet.admit("k2", 1), fleet.admit("k3", BLOCKS))
+    ends = [["S", call[1], -1, -1, [], ""] for call in (other, own)]
+    started = fleet.step(ends[0], parked, fleet.admit("k4", 1), ends[1])
+    assert parked[1] in started

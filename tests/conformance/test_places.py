@@ -192,6 +192,21 @@ def test_places_do_not_start_anew_one_after_the_other(fleet: Fleet) -> None:
     assert ["rival" if id_ in rivals else "k" for id_ in order] == ["k", "k", "k", "rival", "k"]
 
 
+def test_who_returns_has_paid_for_what_its_key_got_at_once(fleet: Fleet) -> None:
+    """The key's other call found room while nobody waited: that was the key's turn."""
+    fleet.ask("other", blocks=BLOCKS // 10)
+    running, _ = fleet.ask("another", blocks=BLOCKS // 2)
+    left, _ = fleet.ask("k", blocks=BLOCKS // 2)
+    fleet.leave(left)
+    fleet.end(running)
+    own, told = fleet.ask("k", blocks=BLOCKS // 2, fingerprint=OTHER)
+    assert told[0] == "grant"
+    rival, _ = fleet.ask("rival", blocks=BLOCKS // 2)
+    again, _ = fleet.ask("k", blocks=BLOCKS // 2, fingerprint=ONE)
+    assert fleet.end(own) == [rival]
+    assert fleet.end(rival) == [again]
+
+
 def test_nobody_is_refused_a_place_for_the_wait_that_is_foretold(fleet: Fleet) -> None:
     running, _ = fleet.ask("rival")
     left, _ = fleet.ask("k", wait_ms=30 * DRAIN_WINDOW_MS)

@@ -6,7 +6,7 @@ import pytest
 import redis
 
 from gateway.core.books import FleetConfig, ReplicaConfig
-from gateway.core.order import DRAIN_WINDOW_MS
+from gateway.core.order import APPOINTMENT_MAX_MS, DRAIN_WINDOW_MS
 from tests.conformance.twin import Op, Twin
 
 OWNER = "o0"
@@ -117,3 +117,13 @@ def test_behind_a_closed_gate_nobody_is_refused_for_what_was_measured_before(lan
     assert lane.epoch_told()
     results, _ = lane.step(lane.admit(BLOCKS, "k0", wait_ms=1_000))
     assert results[0][0] == "ticket"
+
+
+def test_nobody_is_sent_away_for_longer_than_the_book_reaches(lane: Lane) -> None:
+    """100 calls of all blocks, each of about 5 s."""
+    lane.drain_slowly(1, "k0")
+    running, *refused = (lane.admit(BLOCKS, "k1", cost=5 * BLOCKS, queue_max=0) for _ in range(101))
+    lane.step(running)
+    told = [lane.step(call)[0][0][-1] for call in refused]
+    assert told == sorted(told)
+    assert told[-1] == APPOINTMENT_MAX_MS

@@ -157,4 +157,46 @@ TESTED_MUTANTS: dict[str, TestedMutant] = {
         "if false then",
         ("tests/conformance/test_fronts.py",),
     ),
+    "appointments without bound": TestedMutant(
+        "lua/lib/appointments.lua",
+        "math.min(due, books.meta.clock + APPOINTMENT_MAX_MS)",
+        "due",
+        ("tests/conformance/test_prediction.py",),
+    ),
+    "a call that would wait in vain waits": TestedMutant(
+        "lua/lib/refusals.lua",
+        "if wait <= wait_ms or books.meta.opens_at > 0 or fits_now(call) then return nil end",
+        "if true then return nil end",
+        ("tests/conformance/test_prediction.py",),
+    ),
+    "who fits now is refused because of a predicted wait": TestedMutant(
+        "lua/lib/refusals.lua",
+        " or fits_now(call) then",
+        " then",
+        ("tests/conformance/test_prediction.py",),
+    ),
+    "who returns does not pay for what its key had meanwhile": TestedMutant(
+        "lua/lib/flows.lua",
+        "if flow.resume >= 0 then flow.resume = flow.resume + units end",
+        "",
+        ("tests/conformance/test_places.py",),
+    ),
+    "a call that moved is moved again by a late copy": TestedMutant(
+        "lua/commands/move.lua",
+        "if call.state ~= 'queued' and not placement.contains(exclude, call.replica) then",
+        "if false then",
+        ("tests/conformance/test_moves.py",),
+    ),
+    "a hold stays where its call may not go": TestedMutant(
+        "lua/lib/order.lua",
+        "  if placement.could_use(call, replica) then return false end\n  queue.unhold(id)",
+        "  if true then return false end\n  queue.unhold(id)",
+        ("tests/conformance/test_pool_share.py",),
+    ),
+    "a flow that was parked just now stays parked": TestedMutant(
+        "lua/lib/queue.lua",
+        "  books.parked = nil\n",
+        "",
+        ("tests/conformance/test_fronts.py",),
+    ),
 }
