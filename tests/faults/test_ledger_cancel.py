@@ -2,15 +2,15 @@
 
 import asyncio
 import random
-from dataclasses import replace
 
 import pytest
 
+from gateway.core.events import StoreAnswered
 from gateway.core.order import BATCH_OPS
 from gateway.ledger.api import Grant
 from gateway.ledger.records import decode_record
 from tests.faults.proxy import store_proxy
-from tests.integration.ledger_world import HOLD, eventually, running_store, world
+from tests.integration.ledger_world import PATIENT_SECONDS, eventually, running_store, world
 from tests.integration.store_clients import OF_A_GATEWAY, counting
 
 
@@ -168,18 +168,23 @@ async def test_fifty_clients_leave_before_the_reply(path):
 
 
 async def test_three_hundred_streams_end_at_once(path):
-    """LR-03: 30 ms of delay; nothing waits for a lease."""
-    async with world(path, 3000, lease_ms=60_000) as w, store_proxy(path) as proxy:
-        m = await w.join(proxy.url)
+    """LR-03: 30 ms of delay; nothing waits for a lease, nor for a heartbeat: the next batches carry all."""
+    async with world(path, 3000, lease_ms=60_000, heartbeat_ms=200) as w, store_proxy(path) as proxy:
+        m = await w.join(proxy.url, reply_seconds=PATIENT_SECONDS)
         proxy.reply_seconds = 0.03
-        asks = await asyncio.gather(*(m.reserve(10) for _ in range(300)))
+        asks = await asyncio.gather(*(m.reserve(10) for _ in range(STREAMS)))
+        before = m.count(StoreAnswered)
         for ask in asks:
             ask.settle(None, None)
-        await eventually(w.empty, seconds=1.03)
+        await eventually(lambda: not m.ledger.inflight)
+        assert w.empty()
+        on_its_way, heartbeats = 1, 1
+        assert m.count(StoreAnswered) - before <= on_its_way + -(-STREAMS // BATCH_OPS) + heartbeats
         await nothing_left(w, m)
 
 
 LATE_SECONDS = 0.05
+STREAMS = 300
 BURST = 2 * BATCH_OPS
 
 
@@ -219,7 +224,7 @@ def leaving():
 async def test_survivors_of_two_thousand_cancellations_hold_their_own(path, leaving):
     """RD-03: 50 ms of latency, clients leave after 0 to 100 ms or never."""
     async with world(path, 10_000_000) as w, of_gateways(w) as clients, store_proxy(path) as proxy:
-        m = await w.join(proxy.url, hold=replace(HOLD, seconds=20))  # a busy machine may be late for a moment
+        m = await w.join(proxy.url, reply_seconds=PATIENT_SECONDS)
         proxy.reply_seconds = LATE_SECONDS
         leaves, staying = await many(m, leaving)
         assert all(
@@ -244,7 +249,7 @@ async def test_survivors_of_two_thousand_cancellations_hold_their_own(path, leav
 async def test_survivors_that_waited_in_the_queue_hold_their_own(path, leaving):
     """RD-03, where there is room for few: most survivors are told by the outbox of another batch, and claim."""
     async with world(path, 30_000) as w, of_gateways(w) as clients, store_proxy(path) as proxy:
-        m = await w.join(proxy.url, hold=replace(HOLD, seconds=20))
+        m = await w.join(proxy.url, reply_seconds=PATIENT_SECONDS)
         proxy.reply_seconds = LATE_SECONDS
         leaves, staying = await many(m, leaving, wait_ms=60_000, queue_max=2000)
 

@@ -22,7 +22,7 @@ from gateway.core.share import Portion
 from gateway.ledger.api import Grant
 from gateway.ledger.valkey import HoldLimits
 from tests.faults.proxy import store_proxy
-from tests.integration.ledger_world import eventually, running_store, world
+from tests.integration.ledger_world import PATIENT_SECONDS, eventually, running_store, world
 from tests.processes import wait_until
 from tests.processes import world as processes
 
@@ -232,15 +232,23 @@ async def test_a_connection_that_breaks_is_no_outage(path):
         await eventually(w.empty)
 
 
-async def test_a_store_that_is_silent_is_an_outage_from_its_first_late_reply(path):
+async def test_a_store_that_is_silent_is_an_outage_from_its_first_late_reply(path, monkeypatch):
     async with world(path, 100, lease_ms=LONG_LEASE_MS) as w, store_proxy(path) as proxy:
-        hold = HoldLimits(0.6, 256, 1 << 20)
-        m = await w.join(proxy.url, hold, share_seconds=SHARE_SECONDS, reply_seconds=0.35)
+        m = await w.join(proxy.url, share_seconds=SHARE_SECONDS, reply_seconds=0.35)
         await read_portions((m, 100))
+        keeper, begin, late = m.ledger._keeper, m.ledger.sharing.begin, []
+
+        def begin_noted():
+            late.append(keeper._failures)
+            begin()
+
+        await eventually(lambda: m.ledger.away_seconds is None and not keeper._failures)
         proxy.black_hole = True
+        monkeypatch.setattr(m.ledger.sharing, "begin", begin_noted)
         asks = [m.open(10) for _ in range(3)]
         answers = await asyncio.gather(*(ask.granted() for ask in asks))
         assert all(isinstance(answer, Grant) for answer in answers)
+        assert late[0] == 0, "no attempt had failed before"
         proxy.black_hole = False
         proxy.cut()
         await eventually(lambda: w.states() == dict.fromkeys(_ids(asks), "reserved"))
@@ -250,14 +258,16 @@ async def test_a_store_that_is_silent_is_an_outage_from_its_first_late_reply(pat
 
 
 async def test_when_its_time_is_over_calls_are_refused_at_once(own_store):
+    passed = [0.0]
     async with world(str(own_store.socket), 100, lease_ms=LONG_LEASE_MS) as w:
-        m = await w.join(share_seconds=0.4, hold=HoldLimits(2.0, 256, 1 << 20))
+        m = await w.join(share_seconds=SHARE_SECONDS, now=lambda: time.monotonic() + passed[0])
         running = await m.reserve(40)
         await read_portions((m, 100))
         kill(own_store)
         await known_away(m)
         shared = (await flood(m, 60))[0]
-        await eventually(lambda: not m.ledger.sharing.active)
+        passed[0] = SHARE_SECONDS
+        assert not m.ledger.sharing.active
         assert not m.ledger.ready
         shared[0].settle(None, None)
         asks, refusal = await flood(m, 1)
@@ -334,7 +344,7 @@ async def test_who_was_cut_off_alone_comes_back_by_force_and_stops_new_admission
 
 
 async def test_after_an_outage_within_the_lease_a_later_lost_lease_is_not_declared_by_force(path):
-    async with world(path, 100, lease_ms=1500) as w, store_proxy(path) as proxy:
+    async with world(path, 100, lease_ms=3000) as w, store_proxy(path) as proxy:
         sleeper, m = await w.join(proxy.url, share_seconds=SHARE_SECONDS), await w.join()
         await sleeper.reserve(60)
         await read_portions((sleeper, 80))
@@ -476,6 +486,34 @@ async def _work(m, load, seed):
         await asyncio.sleep(0.002 if isinstance(answer, Grant) else 0.02)
 
 
+class Readings:
+    """When each member began its last reading of the books: the portions in it are as old."""
+
+    def __init__(self, members):
+        self._began = {id(m): 0.0 for m in members}
+        for m in members:
+            self._note(m)
+
+    def _note(self, m):
+        read = m.ledger.sharing.read
+
+        async def noted(connection):
+            began = time.monotonic()
+            await read(connection)
+            self._began[id(m)] = began
+
+        m.ledger.sharing.read = noted
+
+    @property
+    def oldest(self):
+        return min(self._began.values())
+
+    async def fresh(self):
+        """Each member has read the books once more."""
+        now = time.monotonic()
+        await eventually(lambda: self.oldest > now)
+
+
 @contextlib.asynccontextmanager
 async def loaded(members, limit, workers=12):
     load = Load(limit)
@@ -492,7 +530,7 @@ async def test_the_gate_lets_no_block_be_admitted_twice(own_store, with_data):
     """Three processes reach the store again.  Its books are old, and one comes much later than the others; or empty,
     and it comes within the two heartbeats that such a store waits for owners that it does not know."""
     path = str(own_store.socket)
-    timing = {"lease_ms": LONG_LEASE_MS, "heartbeat_ms": 50 if with_data else 400}
+    timing = {"lease_ms": LONG_LEASE_MS, "heartbeat_ms": 50 if with_data else 1000}
     async with world(path, 100, 100, **timing) as w, store_proxy(path) as proxy:
         members = [await w.join(), await w.join(), await w.join(proxy.url)]
         async with loaded(members, 100) as load:
@@ -548,15 +586,17 @@ async def test_shares_exceed_the_limit_by_no_more_than_was_admitted_in_the_last_
     timing = {"lease_ms": LONG_LEASE_MS, "heartbeat_ms": 50 if with_data else 400}
     async with world(str(own_store.socket), 200, 200, **timing) as w:
         members = [await w.join(share_seconds=SHARE_SECONDS) for _ in range(3)]
+        readings = Readings(members)
         async with loaded(members, 200) as load:
             for _ in range(2):
                 seen = load.grants
                 await eventually(lambda seen=seen: load.grants > seen + 100)
+                await readings.fresh()
                 if with_data:
                     save(own_store)
                 over = load.over
                 kill(own_store)
-                lately = load.admitted_since(time.monotonic() - 3 * w.config.heartbeat_ms / 1000)
+                lately = load.admitted_since(readings.oldest)
                 await known_away(*members)
                 seen = load.grants
                 await eventually(lambda seen=seen: load.grants > seen + 50)
@@ -571,16 +611,22 @@ async def test_shares_exceed_the_limit_by_no_more_than_was_admitted_in_the_last_
 async def test_a_paused_store_grants_twice_only_in_the_moment_of_its_return(own_store):
     """It is the same process, so its gate is open: who is back first is granted what others have shared."""
     async with world(str(own_store.socket), 200, 200, lease_ms=LONG_LEASE_MS) as w:
-        members = [await w.join(share_seconds=SHARE_SECONDS, reply_seconds=0.3) for _ in range(3)]
+        members = [await w.join(share_seconds=SHARE_SECONDS, reply_seconds=PATIENT_SECONDS) for _ in range(3)]
+        readings = Readings(members)
         async with loaded(members, 200) as load:
             await eventually(lambda: load.grants > 100)
-            over, lately = load.over, load.admitted_since(time.monotonic() - 0.15)
+            for m in members:
+                m.be_patient(0.3)
+            await readings.fresh()
+            over, lately = load.over, load.admitted_since(readings.oldest)
             own_store.process.send_signal(signal.SIGSTOP)
             await known_away(*members)
             seen = load.grants
             await eventually(lambda: load.grants > seen + 50)
             assert load.over - over <= lately
             back = time.monotonic()
+            for m in members:
+                m.be_patient()
             own_store.process.send_signal(signal.SIGCONT)
             await eventually(lambda: all(m.ledger.away_seconds is None for m in members))
             await answered(10, *members)

@@ -20,7 +20,7 @@ from gateway.ledger.scripts import fleet_keys, library
 from gateway.ledger.valkey import HoldLimits
 from gateway.ledger.wire import StoreAway
 from tests.faults.proxy import store_proxy
-from tests.integration.ledger_world import HOLD, eventually, running_store, world
+from tests.integration.ledger_world import HOLD, PATIENT_SECONDS, eventually, running_store, world
 
 
 @pytest.fixture(scope="module")
@@ -404,10 +404,12 @@ async def _refused(ask):
 
 
 @pytest.mark.parametrize("how", ["refuses", "swallows"])
-async def test_calls_are_held_a_while_then_refused_then_refused_at_once(path, how):
+async def test_calls_are_held_a_while_then_refused_then_refused_at_once(path, how, monkeypatch):
     async with world(path, 100) as w, store_proxy(path) as proxy:
         m = await w.join(proxy.url, HoldLimits(0.4, 256, 1 << 20), reply_seconds=0.2)
         running = await m.reserve(10)
+        await eventually(lambda: m.ledger.ready)
+        m.events.clear()
         if how == "refuses":
             await proxy.refuse()
         else:
@@ -421,12 +423,20 @@ async def test_calls_are_held_a_while_then_refused_then_refused_at_once(path, ho
                 call.send(None)  # without waiting for anything
             assert answered.value.value.code is Code.STORE_UNAVAILABLE
         assert m.events.count(StoreUp(False)) == 1
+        attempts, connect = [], m.ledger._keeper._connect
+
+        async def connect_noted():
+            attempts.append(1)
+            await connect()
+
         proxy.black_hole = False
         if how == "refuses":
             await proxy.open()
-        back = time.monotonic()
+        m.be_patient()
+        monkeypatch.setattr(m.ledger._keeper, "_connect", connect_noted)
         await eventually(lambda: m.ledger.ready)
-        assert time.monotonic() - back < 1.5
+        assert len(attempts) <= 1, "the next one is good"
+        assert PAUSES_SECONDS[-1] <= 0.25, "and it comes soon"
         (await m.reserve(10)).settle(None, None)
         running.settle(None, None)
         await eventually(w.empty)
@@ -478,7 +488,7 @@ async def test_an_outage_is_logged_once_in_a_while_whatever_its_reasons(path, ca
 
 async def test_replies_a_little_late_are_only_slow(path):
     async with world(path, 100) as w, store_proxy(path) as proxy:
-        m = await w.join(proxy.url)
+        m = await w.join(proxy.url, reply_seconds=PATIENT_SECONDS)
         proxy.reply_seconds = 0.3
         ask = await m.reserve(10)
         ask.settle(None, None)
@@ -508,15 +518,15 @@ async def test_a_long_turn_of_our_own_is_no_slow_store(path):
 @pytest.mark.parametrize(
     ("hold", "bytes_each", "held", "words"),
     [
-        (HoldLimits(2, 3, 1 << 20), 10, 3, "store.hold_calls_max is 3"),
-        (HoldLimits(2, 100, 1000), 300, 3, "store.hold_bytes_max is 1000"),
+        (HoldLimits(HOLD.seconds, 3, 1 << 20), 10, 3, "store.hold_calls_max is 3"),
+        (HoldLimits(HOLD.seconds, 100, 1000), 300, 3, "store.hold_bytes_max is 1000"),
     ],
 )
 @pytest.mark.parametrize("how", ["away", "slow"])
 async def test_few_calls_are_held(path, how, hold, bytes_each, held, words):
     """Also in the time before a slow store counts as away."""
     async with world(path, 100) as w, store_proxy(path) as proxy:
-        m = await w.join(proxy.url, hold)
+        m = await w.join(proxy.url, hold, reply_seconds=PATIENT_SECONDS)
         if how == "away":
             await proxy.refuse()
             await eventually(lambda: not m.ledger.ready)
@@ -541,7 +551,7 @@ async def test_few_calls_are_held(path, how, hold, bytes_each, held, words):
 async def test_a_client_that_left_is_not_held(path):
     """Its op is under way, its body is not kept."""
     async with world(path, 100) as w, store_proxy(path) as proxy:
-        m = await w.join(proxy.url, HoldLimits(2, 1, 1 << 20))
+        m = await w.join(proxy.url, HoldLimits(HOLD.seconds, 1, 1 << 20), reply_seconds=PATIENT_SECONDS)
         proxy.reply_seconds = 0.8
         left = m.open(10)
         task = asyncio.create_task(left.granted())
