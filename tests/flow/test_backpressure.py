@@ -1,6 +1,7 @@
 """Clients that read slowly or not at all, and everybody else meanwhile."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -8,7 +9,7 @@ import pytest
 
 from gateway.core.lifecycle import Event
 from gateway.core.outcomes import Code, Outcome
-from gateway.http import proxy
+from gateway.http import proxy, relay
 from tests.flow.driver import Visitor
 from tests.flow.engines import DONE, LAST_CHUNK, STREAM_HEAD, Peer, RawEngine, chunk, event, raw_engine
 from tests.flow.world import World, chat, gateway, soon
@@ -18,6 +19,7 @@ PIECES = 4_000
 """64 MB in all: more than the socket buffers on both sides can take."""
 KERNEL_BYTES_MAX = 24 << 20
 STALL_SECONDS = 0.2
+CHECK_SECONDS = 0.02
 
 
 async def endless(peer: Peer) -> None:
@@ -36,7 +38,28 @@ async def flood(store_url: str) -> AsyncIterator[tuple[RawEngine, World]]:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proxy, "CLIENT_STALL_SECONDS", STALL_SECONDS)
-    monkeypatch.setattr(proxy, "STALL_CHECK_SECONDS", 0.02)
+    monkeypatch.setattr(proxy, "STALL_CHECK_SECONDS", CHECK_SECONDS)
+
+
+class Clock:
+    """In the place of `time` for those who watch writes: it goes on when a test says so, whatever the machine does."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._now = time.monotonic()
+        for module in (proxy, relay):
+            monkeypatch.setattr(module, "time", self)
+
+    def monotonic(self) -> float:
+        return self._now
+
+    @staticmethod
+    def time() -> float:
+        return time.time()
+
+    async def pass_by(self, seconds: float) -> None:
+        """And the writes are looked at."""
+        self._now += seconds
+        await asyncio.sleep(2 * CHECK_SECONDS)
 
 
 async def blocked(peer: Peer) -> int:
@@ -80,19 +103,23 @@ async def test_a_client_that_reads_nothing_for_too_long_has_left(store_url: str)
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_a_slow_client_is_no_stalled_client(store_url: str) -> None:
-    """It takes longer than the limit in all, and never for one write."""
+async def test_a_slow_client_is_no_stalled_client(store_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes longer than the limit in all, and never for one write until it does."""
+    clock = Clock(monkeypatch)
     async with flood(store_url) as (_, world):
         visitor = Visitor(world.app, chat(stream=True), read_sends=2)
         task = asyncio.create_task(visitor.run())
         await visitor.begun.wait()
-        for _ in range(6):
-            await asyncio.sleep(STALL_SECONDS / 4)
+        for pieces in range(1, 7):
+            await soon(lambda n=pieces: len(visitor.chunks) == n and visitor.unread, "another one waits")
+            await clock.pass_by(0.75 * STALL_SECONDS)
+            assert not task.done()
             visitor.read_on()
             visitor.stop_reading()
-        assert not task.done()
-        visitor.leave()
+        await soon(lambda: len(visitor.chunks) == 7 and visitor.unread, "another one waits")
+        await clock.pass_by(1.5 * STALL_SECONDS)
         await task
+        assert world.only_end().reason is Code.CLIENT_DISCONNECT
         await world.quiet()
 
 
