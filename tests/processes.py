@@ -1,6 +1,7 @@
 """Real processes for tests: a Valkey, mock engines and gateways on loopback, ended with the test that started them."""
 
 import contextlib
+import fcntl
 import json
 import os
 import signal
@@ -20,14 +21,34 @@ from gateway.ledger.embedded import EmbeddedStore
 
 START_SECONDS = 15.0
 ADMIN_TOKEN = "admin-token-of-the-tests"
+PORTS = range(20_000, 32_000)
+LAST_PORT_FILE = Path(tempfile.gettempdir()) / f"kvgate-tests-port-{os.getuid()}"
+"""The port that a test of this machine was given last."""
 QUICK_STORE = {"heartbeat_seconds": 0.2}
 """The gate of an empty store opens after two heartbeats."""
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Nothing listens on it, and until it is bound nothing will: tests that run beside this one get others.
+
+    A server that is started again finds it free again: connections and servers without a wish get higher ones.
+    """
+    with LAST_PORT_FILE.open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        last = int(file.read() or PORTS[0])
+        following = (PORTS[(last - PORTS[0] + step) % len(PORTS)] for step in range(1, len(PORTS)))
+        port = next(filter(_is_free, following))
+        file.truncate(0)
+        file.write(str(port))
+    return port
+
+
+def _is_free(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.socket() as probe:
+        probe.bind(("127.0.0.1", port))
+        return True
+    return False
 
 
 def wait_until(condition: Callable[[], Any], what: str, seconds: float = START_SECONDS) -> Any:

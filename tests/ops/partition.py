@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from tests.faults.proxy import CHUNK, StoreProxy, _Link
-from tests.ops.servers import server_port
+from tests.processes import free_port
 
 
 class TcpProxy(StoreProxy):
@@ -17,7 +17,7 @@ class TcpProxy(StoreProxy):
 
     def __init__(self, target: str) -> None:
         super().__init__(None, target)
-        self.port = server_port()
+        self.port = free_port()
         self._cut_off: set[str] = set()
         self._unheard: list[asyncio.StreamWriter] = []
 

@@ -1,8 +1,6 @@
 """Real stores in sets: a primary with a replica and sentinels, and a cluster, on loopback ports of their own."""
 
 import contextlib
-import random
-import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -13,30 +11,20 @@ import redis
 from redis.crc import key_slot
 
 from gateway.ledger.embedded import EmbeddedStore, EmbeddedStoreError, find_server
-from tests.processes import wait_until
+from tests.processes import free_port, wait_until
 
 NAME = "main"
 """What sentinels call the primary."""
 DOWN_AFTER_MS = 600
 QUORUM = 2
 SETUP_SECONDS = 15.0
-PORTS = (20_000, 32_000)
-
-
-def server_port() -> int:
-    """Free, and below those that connections get: a server that is started again finds it free again."""
-    while True:
-        port = random.randrange(*PORTS)
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 class Node:
     """A Valkey on a TCP port; `client` looks into it past every fault, on its unix socket."""
 
     def __init__(self, *options: str, port: int = 0) -> None:
-        self.port = port or server_port()
+        self.port = port or free_port()
         self.store = EmbeddedStore("--port", str(self.port), *options)
         try:
             self.store.start()
@@ -63,7 +51,7 @@ class Sentinel:
     """One sentinel process that watches `primary` as NAME."""
 
     def __init__(self, folder: Path, primary: str, login: str, *settings: str) -> None:
-        self.port = server_port()
+        self.port = free_port()
         host, port = primary.split(":")
         lines = [
             f"port {self.port}",
@@ -240,7 +228,7 @@ def _plain(ranges: Any) -> list[Any]:
 @contextlib.contextmanager
 def cluster() -> Iterator[Nodes]:
     with contextlib.ExitStack() as stack:
-        buses = [server_port() for _ in range(3)]
+        buses = [free_port() for _ in range(3)]
         nodes = []
         for bus in buses:
             settings = ("--cluster-node-timeout", "1000", "--cluster-port", str(bus))

@@ -14,8 +14,9 @@ from gateway.ledger.state import read_state
 from gateway.ledger.wire import StoreAway
 from tests.integration.ledger_world import eventually
 from tests.ops.partition import TcpProxy, tcp_proxy
-from tests.ops.servers import NAME, Node, Watched, sentinel_url, sentinels, server_port
+from tests.ops.servers import NAME, Node, Watched, sentinel_url, sentinels
 from tests.ops.world import MOVE_SECONDS, all_ready, beside, fleet, is_quiet, look_into, traffic
+from tests.processes import free_port
 
 SERVERS_ADDRESS = "127.0.0.2"
 """Where sentinels and replicas come from, so that a proxy can tell them from gateways."""
@@ -76,7 +77,7 @@ async def test_calls_survive_a_failover(fail_over: Callable[[Watched], None]) ->
 @asynccontextmanager
 async def cuttable(replicas: int, *store: str, down_after_ms: int) -> AsyncIterator[tuple[TcpProxy, Watched]]:
     """A primary that is reached through a proxy, which can cut it off from all servers but from no gateway."""
-    port = server_port()
+    port = free_port()
     store = (*store, "--bind-source-addr", SERVERS_ADDRESS)
     settings = (
         f"bind-source-addr {SERVERS_ADDRESS}",
