@@ -22,6 +22,7 @@ from gateway.core import quota
 from gateway.core.books import FleetConfig
 from gateway.core.events import Event as Fact
 from gateway.core.lifecycle import Event
+from gateway.core.request import Endpoint
 from gateway.flow import Flow
 from gateway.http.admin import create_api
 from gateway.http.auth import Callers, Key, Keyring, TrustedHeader, anonymous
@@ -52,7 +53,7 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
-GENERATING_PATHS = frozenset({b"/v1/chat/completions", b"/v1/completions"})
+GENERATING_PATHS = frozenset(endpoint.encode() for endpoint in Endpoint)
 """Compared with the raw path: a variant that only decodes to one of them is an unknown path."""
 DISCOVERY_SECONDS = 6.0
 """How long a start waits for replicas; those that answer later join later."""

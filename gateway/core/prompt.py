@@ -83,9 +83,22 @@ Prompt = PromptText | PromptTokens
 
 def read_chat(members: Members) -> tuple[Prompt, ...]:
     """The one prompt that a chat template makes of messages, tools and schemas.  Raises Refused."""
+    return _read_conversation(members, _Gathered(fixed_tokens=REPLY_TOKENS))
+
+
+def read_messages(members: Members) -> tuple[Prompt, ...]:
+    """The same of Anthropic's: `system` stands beside the messages.  Raises Refused."""
+    gathered = _Gathered(fixed_tokens=REPLY_TOKENS)
+    system = read_value(members, "system")
+    if system:
+        gathered.fixed_tokens += MESSAGE_TOKENS
+        _read_parts(system, gathered, "system")
+    return _read_conversation(members, gathered)
+
+
+def _read_conversation(members: Members, gathered: "_Gathered") -> tuple[Prompt, ...]:
     messages = _read_messages(members)
     _check_pieces(len(messages))
-    gathered = _Gathered(fixed_tokens=REPLY_TOKENS)
     for message in messages:
         _read_message(message, gathered)
     _read_tools(members, gathered)
@@ -184,7 +197,7 @@ def _read_message(message: dict[str, msgspec.Raw], gathered: _Gathered) -> None:
         if memoryview(value)[0] == _QUOTE:
             gathered.add_literal(value)
         elif name == "content":
-            _read_content(value, gathered)
+            _read_parts(decode(value, "messages"), gathered, "messages")
         else:
             gathered.add_text(decode(value, "messages"))
 
@@ -193,23 +206,36 @@ def _is_null(value: msgspec.Raw) -> bool:
     return len(value) == len(b"null") and bytes(value) == b"null"
 
 
-def _read_content(value: msgspec.Raw, gathered: _Gathered) -> None:
-    """A content that is no string."""
-    content = decode(value, "messages")
+def _read_parts(content: Any, gathered: _Gathered, field_: str, is_result: bool = False) -> None:
+    """A text, or a list of parts; `field_` is where it stands, `is_result`: it is what a tool gave."""
+    if isinstance(content, str):
+        gathered.add_text(content)
+        return
     if not isinstance(content, list):
-        raise Refused(Code.INVALID_VALUE, "`content` must be a string or a list of parts.", "messages")
+        what = "`content`" if field_ == "messages" else f"`{field_}`"
+        raise Refused(Code.INVALID_VALUE, f"{what} must be a string or a list of parts.", field_)
     for part in content:
-        _read_part(part, gathered)
+        _read_part(part, gathered, field_, is_result)
 
 
-def _read_part(part: Any, gathered: _Gathered) -> None:
+def _read_part(part: Any, gathered: _Gathered, field_: str, is_result: bool) -> None:
     """Media are charged a fixed number: their bytes say nothing of their tokens."""
     if isinstance(part, str):
         gathered.add_text(part)
         return
     if not isinstance(part, dict):
-        raise Refused(Code.INVALID_VALUE, "Every part of a `content` list must be an object.", "messages")
+        message = "Every part of a `content` list must be an object."
+        raise Refused(Code.INVALID_VALUE, message, field_)
     kind = str(part.get("type"))
+    if kind == "tool_use":
+        gathered.fixed_tokens += TOOL_TOKENS
+        gathered.add_text(part)
+        return
+    if kind == "tool_result" and not is_result:  # a message of its own
+        gathered.fixed_tokens += MESSAGE_TOKENS
+        gathered.add_text(part.get("tool_use_id"))
+        _read_parts(part.get("content") or "", gathered, field_, is_result=True)
+        return
     text = part.get(_TEXT_KEYS.get(kind, "text"))
     if isinstance(text, str):
         gathered.add_text(text)

@@ -18,7 +18,7 @@ from gateway.core.body import (
     splice,
 )
 from gateway.core.outcomes import Code, Refusal
-from gateway.core.prompt import Prompt, read_chat, read_prompts
+from gateway.core.prompt import Prompt, read_chat, read_messages, read_prompts
 
 INTEGER_MAX = 2**31 - 1
 """vLLM keeps these numbers in 32 bits."""
@@ -29,16 +29,29 @@ _TRANSFER_FIELDS = ("kv_transfer_params", "ec_transfer_params")
 """They make an engine keep blocks after its answer, for another engine: no reservation covers those."""
 
 
+class Dialect(StrEnum):
+    """Whose words an answer is in."""
+
+    OPENAI = "openai"
+    ANTHROPIC = "anthropic"
+
+
 class Endpoint(StrEnum):
     CHAT = "/v1/chat/completions"
     COMPLETIONS = "/v1/completions"
+    MESSAGES = "/v1/messages"
+
+    @property
+    def dialect(self) -> Dialect:
+        return Dialect.ANTHROPIC if self is Endpoint.MESSAGES else Dialect.OPENAI
 
 
 LIMIT_FIELDS = {
     Endpoint.CHAT: ("max_completion_tokens", "max_tokens"),
     Endpoint.COMPLETIONS: ("max_tokens",),
+    Endpoint.MESSAGES: ("max_tokens",),
 }
-"""Where vLLM reads the output limit, the winner first.  On completions it ignores `max_completion_tokens`."""
+"""Where vLLM reads the output limit, the winner first.  Elsewhere than in chats it ignores `max_completion_tokens`."""
 
 
 class GenerationRequest(msgspec.Struct, frozen=True):
@@ -71,7 +84,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
 
     @property
     def prompt_field(self) -> str:
-        return "messages" if self.endpoint is Endpoint.CHAT else "prompt"
+        return "prompt" if self.endpoint is Endpoint.COMPLETIONS else "messages"
 
 
 def parse(endpoint: Endpoint, body: bytes, n_max: int) -> GenerationRequest | Refusal:
@@ -80,7 +93,7 @@ def parse(endpoint: Endpoint, body: bytes, n_max: int) -> GenerationRequest | Re
     A refusal names the field, its value (shortened) and the limit; its `param` is the field.
     """
     try:
-        return _parse(endpoint, body, n_max)
+        return _parse_message(body) if endpoint is Endpoint.MESSAGES else _parse(endpoint, body, n_max)
     except Refused as refused:
         return refused.refusal
 
@@ -123,6 +136,33 @@ def _parse(endpoint: Endpoint, body: bytes, n_max: int) -> GenerationRequest:
         sequences_per_prompt=per_prompt,
         priority=read_integer(members, "priority", -INTEGER_MAX, INTEGER_MAX) or 0,
         prompts=prompts,
+    )
+
+
+def _parse_message(body: bytes) -> GenerationRequest:
+    """Anthropic's protocol: what vLLM does not read there, however it is named, is no demand either."""
+    endpoint = Endpoint.MESSAGES
+    members = read_members(body)
+    limit_field, output_limit = _read_output_limit(members, endpoint)
+    if output_limit is None:
+        raise Refused(Code.MISSING_FIELD, f"`{limit_field}` is missing.", limit_field)
+    _check_transfers(members)
+    limit = members[limit_field]
+    return GenerationRequest(
+        endpoint=endpoint,
+        body=body,
+        model=_read_model(members),
+        stream=read_boolean(members, "stream"),
+        include_usage_asked=True,
+        output_limit=output_limit,
+        limit_field=limit_field,
+        limit_spans=((limit.start, limit.end),),
+        usage_edit=None,
+        min_tokens=0,
+        truncate_prompt_tokens=None,
+        sequences_per_prompt=1,
+        priority=0,
+        prompts=read_messages(members),
     )
 
 
@@ -191,12 +231,16 @@ def _read_min_tokens(members: Members, limit_field: str, output_limit: int | Non
 
 def _check_the_rest(members: Members, endpoint: Endpoint) -> None:
     """What only the engine uses, but which must not reach it: transfers, and numbers out of any range."""
-    for name in _TRANSFER_FIELDS:
-        if is_given(members, name):
-            message = f"`{name}` is not accepted: it makes an engine keep blocks after its answer."
-            raise Refused(Code.INVALID_VALUE, message, name)
+    _check_transfers(members)
     read_integer(members, "seed", SEED_MIN, SEED_MAX)
     read_integer(members, "top_logprobs", 0, INTEGER_MAX)
     is_flag = "logprobs" in members and members["logprobs"].raw in (b"true", b"false")
     if not (is_flag and endpoint is Endpoint.CHAT):
         read_integer(members, "logprobs", 0, INTEGER_MAX)
+
+
+def _check_transfers(members: Members) -> None:
+    for name in _TRANSFER_FIELDS:
+        if is_given(members, name):
+            message = f"`{name}` is not accepted: it makes an engine keep blocks after its answer."
+            raise Refused(Code.INVALID_VALUE, message, name)

@@ -9,7 +9,7 @@ import json
 import re
 from contextlib import suppress
 from enum import StrEnum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 import msgspec
 
@@ -30,7 +30,7 @@ class Failure(StrEnum):
     ERROR = "the engine sent an error"
     ABORTED = "the engine aborted the call"
     EMPTY = "the engine ended the stream without any choice"
-    UNFINISHED = "the stream ended without [DONE]"
+    UNFINISHED = "the stream ended without its last event"
     EVENT_TOO_LONG = "an event of the stream is too long"
     NOT_JSON = "the answer is not a JSON object"
 
@@ -52,12 +52,12 @@ class AnswerFacts(msgspec.Struct, frozen=True):
     failure: Failure | None
 
 
-_Tokens = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+Tokens = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 
 
 class _Counts(msgspec.Struct):
-    prompt_tokens: _Tokens | None = None
-    completion_tokens: _Tokens | None = None
+    prompt_tokens: Tokens | None = None
+    completion_tokens: Tokens | None = None
     prompt_tokens_details: Any = None
     """Not typed: details of another shape must not cost the counts."""
 
@@ -110,39 +110,40 @@ class _PlainFrame(msgspec.Struct, gc=False):
     error: None = None
 
 
+_FrameT = TypeVar("_FrameT", bound=msgspec.Struct)
 _FRAMES = msgspec.json.Decoder(_Frame)
 _PLAIN_FRAMES = msgspec.json.Decoder(_PlainFrame)
 _LF = 0x0A
 
 
-def _decode(data: bytes) -> _Frame | None:
+def decode_frame(data: bytes, decoder: msgspec.json.Decoder[_FrameT]) -> _FrameT | None:
     """The telling fields of a JSON object, those of an unknown shape left out; None for anything else.
 
     Decoding costs less than searching for the telling words first.  The standard library reads what the fast
     decoder refuses and engines do write: half a surrogate pair, `-Infinity` as a log probability.
     """
     try:
-        return _FRAMES.decode(data)
+        return decoder.decode(data)
     except msgspec.DecodeError:
         pass
     try:
         fields = json.loads(data)
     except (ValueError, RecursionError):
         return None
-    return _salvage(fields) if isinstance(fields, dict) else None
+    return _salvage(fields, cast(type[_FrameT], decoder.type)) if isinstance(fields, dict) else None
 
 
-def _salvage(fields: dict[str, Any]) -> _Frame:
-    frame = _Frame(error=fields.get("error"))
-    for name, kind in (("choices", list[_Choice]), ("usage", _Counts), ("object", str)):
+def _salvage(fields: dict[str, Any], kind: type[_FrameT]) -> _FrameT:
+    frame = kind()
+    for field in msgspec.structs.fields(kind):
         with suppress(msgspec.ValidationError, UnicodeEncodeError):  # half a surrogate pair as a name
-            setattr(frame, name, msgspec.convert(fields.get(name), kind | None))
+            setattr(frame, field.name, msgspec.convert(fields.get(field.name), field.type))
     return frame
 
 
 def inspect_answer(body: bytes) -> AnswerFacts:
     """Read the body of a 200 that is not a stream."""
-    frame = _decode(body)
+    frame = decode_frame(body, _FRAMES)
     if frame is None:
         return AnswerFacts(None, Failure.NOT_JSON)
     return AnswerFacts(frame.counted, frame.failure)
@@ -156,6 +157,9 @@ class StreamInspector:
     another engine where nothing was forwarded, send `relayable_failure` where that is not empty, else write an
     error event of its own.  The outcome depends on the bytes alone, never on the cuts.
     """
+
+    _end: ClassVar[bytes] = DONE_EVENT
+    """What a stream ends with, one that failed as well."""
 
     __slots__ = (
         "_after_failure", "_drop_usage", "_event_bytes_max", "_held", "_overlong", "done", "events", "failure",
@@ -190,7 +194,7 @@ class StreamInspector:
         """The engine's own error event, closed by `[DONE]`; empty where it sent none."""
         if self.failure is not Failure.ERROR or not self._after_failure:
             return b""
-        return self.failure_bytes + (b"" if self.done else DONE_EVENT)
+        return self.failure_bytes + (b"" if self.done else self._end)
 
     def feed(self, data: bytes) -> bytes:
         """Take the next bytes and return those to forward."""
@@ -270,7 +274,7 @@ class StreamInspector:
 
     def _passes(self, event: bytes) -> bool:
         """Note what one event says; False when the client must not see it."""
-        payload = _data_of(event)
+        payload = data_of(event)
         if payload is None:
             return True
         if payload == b"[DONE]":
@@ -278,7 +282,7 @@ class StreamInspector:
             if not self.events:
                 self._fail(Failure.EMPTY)
             return True
-        return self._passes_frame(_decode(payload) or _Frame())
+        return self._passes_frame(decode_frame(payload, _FRAMES) or _Frame())
 
     def _passes_frame(self, frame: _Frame) -> bool:
         self.usage = frame.counted or self.usage
@@ -301,7 +305,7 @@ class StreamInspector:
         return not self._drop_usage
 
 
-def _data_of(event: bytes) -> bytes | None:
+def data_of(event: bytes) -> bytes | None:
     """The data of an event, its lines joined; None for an event of comments or other fields only."""
     if event.startswith(b"data:") and b"\ndata:" not in event:
         return event[5:].partition(b"\n")[0].strip()

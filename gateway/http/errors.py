@@ -1,4 +1,4 @@
-"""Refusals as a client sees them: status, headers and the OpenAI error envelope."""
+"""Refusals as a client sees them: status, headers, and the error envelope of OpenAI or of Anthropic."""
 
 import json
 import math
@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from gateway.core.outcomes import FLEET_OVERLOAD, STATUS, Code, Refusal
+from gateway.core.request import Dialect
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
@@ -18,6 +19,8 @@ RETRY_MS_MAX = 60_000
 MESSAGE_LENGTH_MAX = 1_000
 """Messages may quote a field of the request."""
 
+_ANTHROPIC_TYPES = {404: "not_found_error", 413: "request_too_large", 504: "timeout_error"}
+"""Where Anthropic's name of an error is not OpenAI's."""
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -31,14 +34,20 @@ class Answer(msgspec.Struct, frozen=True):
     """As the headers tell it."""
 
 
-def answer_of(refusal: Refusal, overload_status: int, jitter: float, allow: str = "POST") -> Answer:
+def answer_of(
+    refusal: Refusal,
+    overload_status: int,
+    jitter: float,
+    allow: str = "POST",
+    dialect: Dialect = Dialect.OPENAI,
+) -> Answer:
     """The answer to a call that is not served.
 
     `overload_status` is the operator's choice for a fleet's own overload; `jitter` in [1, 1.25] spreads retries;
     `allow` names the methods of the path for a 405.
     """
     status = overload_status if refusal.code in FLEET_OVERLOAD else STATUS[refusal.code][0]
-    body = _envelope(refusal)
+    body = _envelope(refusal, dialect)
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
@@ -60,9 +69,12 @@ def answer_of(refusal: Refusal, overload_status: int, jitter: float, allow: str 
     return Answer(status, tuple(headers), body, retry_ms)
 
 
-def error_event(refusal: Refusal) -> bytes:
-    """The end of a stream that fails after it began: without `[DONE]` an SDK takes it for a success."""
-    return b"data: " + _envelope(refusal) + b"\n\ndata: [DONE]\n\n"
+def error_event(refusal: Refusal, dialect: Dialect = Dialect.OPENAI) -> bytes:
+    """The end of a stream that fails after it began: without `[DONE]` OpenAI's SDK takes it for a success."""
+    envelope = _envelope(refusal, dialect)
+    if dialect is Dialect.ANTHROPIC:
+        return b"event: error\ndata: " + envelope + b"\n\n"
+    return b"data: " + envelope + b"\n\ndata: [DONE]\n\n"
 
 
 def safe_request_id(raw: bytes | None, new: str) -> str:
@@ -98,18 +110,23 @@ def _retry_headers(retry_ms: int) -> list[tuple[bytes, bytes]]:
     return [(b"retry-after", str(seconds).encode()), (b"retry-after-ms", str(retry_ms).encode())]
 
 
-def _envelope(refusal: Refusal) -> bytes:
+def _envelope(refusal: Refusal, dialect: Dialect) -> bytes:
     """ASCII JSON on one line, so that it can be an SSE event; our own faults are not described to clients."""
     message = refusal.message
     if refusal.code is Code.INTERNAL_ERROR:
         message = "internal error; the log has it under this request id"
+    status, type_ = STATUS[refusal.code]
     error = {
         "message": _text(message),
-        "type": STATUS[refusal.code][1],
+        "type": type_,
         "param": None if refusal.param is None else _text(refusal.param),
         "code": refusal.code.value,
     }
-    return json.dumps({"error": error}, separators=(",", ":")).encode("ascii")
+    envelope: dict[str, Any] = {"error": error}
+    if dialect is Dialect.ANTHROPIC:
+        error["type"] = _ANTHROPIC_TYPES.get(status, type_)
+        envelope = {"type": "error", **envelope}
+    return json.dumps(envelope, separators=(",", ":")).encode("ascii")
 
 
 def _text(text: str) -> str:

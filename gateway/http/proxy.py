@@ -379,15 +379,17 @@ class Proxy:
         )
 
     async def _refuse_early(self, visit: _Visit, refusal: Refusal, close: bool) -> None:
-        answer = self._answer(refusal)
+        answer = self._answer(visit, refusal)
         await _last_write(send_answer(visit.send, answer, visit.request_id, close))
         self._report_early(visit, answer, Outcome.REFUSED, refusal.code, answer.status)
         if close:
             await discard_body(visit.incoming, LINGER_SECONDS, LINGER_BYTES_MAX)
             await visit.send({"type": "http.response.body", "body": b""})
 
-    def _answer(self, refusal: Refusal) -> Answer:
-        return answer_of(refusal, self._settings.overload_status, self._jitter())
+    def _answer(self, visit: _Visit, refusal: Refusal) -> Answer:
+        return answer_of(
+            refusal, self._settings.overload_status, self._jitter(), dialect=_ENDPOINTS[visit.route].dialect
+        )
 
     # -- the call ------------------------------------------------------------------------------------------------
 
@@ -443,7 +445,7 @@ class Proxy:
         )
 
     async def refuse(self, visit: _Visit, call: Call, refusal: Refusal) -> None:
-        answer = self._answer(refusal)
+        answer = self._answer(visit, refusal)
         call.status, call.retry_ms = answer.status, answer.retry_ms
         if visit.key and refusal.retry_ms is not None and not call.place_only:
             self._retries.invite(visit.key.name, call.retry_count + 1, _now_ms())
@@ -537,7 +539,7 @@ class _HttpClient:
             raise AnswerCutOff
         last: dict[str, Any] = {
             "type": "http.response.body",
-            "body": self._relay.relayable_failure or error_event(refusal),
+            "body": self._relay.relayable_failure or error_event(refusal, call.request.endpoint.dialect),
         }
         await _last_write(self._visit.send(last))
 

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 from gateway.call import Call
 from gateway.core.events import FirstToken, Observer, TokenGaps
 from gateway.core.lifecycle import Event
+from gateway.core.messages import MessagesInspector, inspect_message
+from gateway.core.request import Dialect
 from gateway.core.sse import StreamInspector, inspect_answer
 from gateway.upstream.api import Headers, UpstreamFailed
 
@@ -104,6 +106,15 @@ class AnswerRelay:
     def streams(self) -> bool:
         return self._stream is not None
 
+    @property
+    def _is_anthropics(self) -> bool:
+        return self._call.request.endpoint.dialect is Dialect.ANTHROPIC
+
+    def _inspector(self) -> StreamInspector:
+        if self._is_anthropics:
+            return MessagesInspector()
+        return StreamInspector(drop_usage=not self._call.request.include_usage_asked)
+
     async def head(self, status: int, headers: Headers) -> None:
         if status >= 500:
             raise UpstreamFailed(f"the engine answered {status}")
@@ -111,7 +122,7 @@ class AnswerRelay:
         self._headers = list(headers)
         content_type = dict(headers).get(b"content-type", b"")
         if status == 200 and content_type.startswith(b"text/event-stream"):
-            self._stream = StreamInspector(drop_usage=not self._call.request.include_usage_asked)
+            self._stream = self._inspector()
 
     def take(self, data: bytes) -> bool:
         stream, writer, call = self._stream, self._writer, self._call
@@ -173,7 +184,7 @@ class AnswerRelay:
             return await self._write({"type": "http.response.body", "body": b""})
         body = bytes(self._held)
         if self._status == 200:
-            facts = inspect_answer(body)
+            facts = inspect_message(body) if self._is_anthropics else inspect_answer(body)
             if facts.failure:
                 raise UpstreamFailed(facts.failure)
             self._call.usage = facts.usage

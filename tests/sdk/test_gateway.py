@@ -1,8 +1,9 @@
-"""The official OpenAI client against the gateway and a mock engine, all real processes."""
+"""The official clients of OpenAI and Anthropic against the gateway and a mock engine, all real processes."""
 
 import asyncio
 from collections.abc import Iterator
 
+import anthropic
 import openai
 import pytest
 
@@ -95,3 +96,47 @@ async def test_async_early_close(running: tuple[GatewayProcess, Mock]) -> None:
             await stream.close()
     await asyncio.to_thread(wait_until, gateway.is_quiet, "nothing is held", 3)
     await asyncio.to_thread(wait_until, lambda: mock.log()["aborted"] == 5, "the engine saw each abort", 3)
+
+
+# -- Anthropic's ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def anthropics(running: tuple[GatewayProcess, Mock]) -> Iterator[anthropic.Anthropic]:
+    gateway, _ = running
+    with anthropic.Anthropic(base_url=gateway.url, api_key=gateway.key, max_retries=0) as made:
+        yield made
+
+
+def test_a_message(anthropics: anthropic.Anthropic) -> None:
+    answer = anthropics.messages.create(model="demo", messages=MESSAGES, system="Be brief.", max_tokens=5)
+    assert (answer.stop_reason, answer.usage.output_tokens) == ("max_tokens", 5)
+
+
+def test_a_message_stream(anthropics: anthropic.Anthropic) -> None:
+    with anthropics.messages.stream(model="demo", messages=MESSAGES, max_tokens=5) as stream:
+        texts = list(stream.text_stream)
+    assert len(texts) == 5
+    assert stream.get_final_message().usage.output_tokens == 5
+
+
+def test_anthropics_errors_are_typed(anthropics: anthropic.Anthropic) -> None:
+    with pytest.raises(anthropic.NotFoundError, match="`nope` does not exist"):
+        anthropics.messages.create(model="nope", messages=MESSAGES, max_tokens=5)
+    with pytest.raises(anthropic.BadRequestError, match="`max_tokens` must be"):
+        anthropics.messages.create(model="demo", messages=MESSAGES, max_tokens=0)
+    with pytest.raises(anthropic.AuthenticationError):
+        anthropics.with_options(api_key="kvg_wrong").messages.create(
+            model="demo", messages=MESSAGES, max_tokens=5
+        )
+
+
+def test_a_message_that_is_closed_early_is_aborted(
+    running: tuple[GatewayProcess, Mock], anthropics: anthropic.Anthropic
+) -> None:
+    gateway, mock = running
+    mock.reset()
+    with anthropics.messages.stream(model="demo", messages=MESSAGES, max_tokens=2000) as stream:
+        next(iter(stream.text_stream))
+    wait_until(gateway.is_quiet, "nothing is held", 3)
+    wait_until(lambda: mock.log()["aborted"] == 1, "the engine saw it", 3)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from gateway.core.outcomes import FLEET_OVERLOAD, STATUS, Code, Refusal
+from gateway.core.request import Dialect
 from gateway.http.errors import Answer, answer_of, error_event, safe_request_id, send_answer
 
 
@@ -33,6 +34,25 @@ def test_every_code_has_the_envelope(code: Code) -> None:
     assert header(given, b"content-type") == b"application/json"
     assert header(given, b"content-length") == str(len(given.body)).encode()
     assert header(given, b"x-kvgate-reason") == code.encode()
+
+
+ANTHROPICS = {
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    413: "request_too_large", 429: "rate_limit_error", 500: "api_error", 504: "timeout_error",
+}  # fmt: skip
+"""As its documents name them; other statuses have no name of their own there."""
+
+
+@pytest.mark.parametrize("code", Code)
+def test_anthropics_clients_get_their_own_envelope(code: Code) -> None:
+    refusal = Refusal(code, "why", param="model")
+    given, plain = (answer_of(refusal, 429, 1.0, dialect=dialect) for dialect in reversed(Dialect))
+    body = json.loads(given.body)
+    assert (given.status, list(body), body["type"]) == (plain.status, ["type", "error"], "error")
+    assert body["error"] | {"type": ""} == json.loads(plain.body)["error"] | {"type": ""}
+    assert body["error"]["type"] == ANTHROPICS.get(given.status, body["error"]["type"])
+    assert dict(given.headers) | {b"content-length": b""} == dict(plain.headers) | {b"content-length": b""}
+    assert error_event(refusal, Dialect.ANTHROPIC) == b"event: error\ndata: " + given.body + b"\n\n"
 
 
 @pytest.mark.parametrize("overload_status", [429, 503, 529])
