@@ -13,15 +13,16 @@ import redis
 from tests.processes import GatewayProcess, Mock, World, wait_until
 
 STREAMS = 5
-OUTPUT_TOKENS = 400
-"""Two seconds of the mock engine: longer than the outages here."""
+OUTPUT_TOKENS, STEP_MS = 400, 12
+"""Five seconds of the mock engine: longer than an outage here and what a busy machine adds to it."""
+LEASE_SECONDS = 2.0
 
 
 @pytest.fixture
 def running(new_world: World) -> tuple[World, Mock, GatewayProcess, GatewayProcess]:
     """Two gateways on one store, with short leases."""
-    mock = new_world.mock("--blocks", "301", "--step-base-ms", "5")
-    timing = {"lease_seconds": 1.2, "heartbeat_seconds": 0.2}
+    mock = new_world.mock("--blocks", "301", "--step-base-ms", str(STEP_MS))
+    timing = {"lease_seconds": LEASE_SECONDS, "heartbeat_seconds": 0.2}
     config, (key,) = new_world.config([{"name": "only", "replicas": [mock.url]}], store=timing)
     return new_world, mock, new_world.gateway(config, key), new_world.gateway(config, key)
 
@@ -77,7 +78,7 @@ def test_a_paused_store_loses_nobodys_place(running) -> None:
         wait_until(lambda: first.state()["leases"] == 2 * STREAMS, "all are admitted")
         assert world.store.process
         world.store.process.send_signal(signal.SIGSTOP)
-        time.sleep(1.5)
+        time.sleep(LEASE_SECONDS + 0.3)
         world.store.process.send_signal(signal.SIGCONT)
         wait_until(lambda: first.is_ready() and second.is_ready(), "both are ready again", 5)
         assert first.state()["leases"] == 2 * STREAMS
