@@ -43,9 +43,10 @@ class Wire:
         self._body_over = False
 
     @classmethod
-    async def open(cls, url: str) -> "Wire":
+    async def open(cls, url: str, limit: int = 1 << 24) -> "Wire":
+        """`limit`: bytes that are taken from the system before they are read; twice as many at most."""
         parts = urlsplit(url)
-        wire = cls(*await asyncio.open_connection(parts.hostname, parts.port, limit=1 << 24))
+        wire = cls(*await asyncio.open_connection(parts.hostname, parts.port, limit=limit))
         cls.opened.append(wire)
         return wire
 

@@ -6,6 +6,7 @@ import gc
 import logging
 import re
 import socket
+import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, cast
 
@@ -17,7 +18,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from gateway.http.protocol import PIPELINED_MAX, Cycle, ProxyProtocol
 from tests.wire import Wire
 
-HEAD_SECONDS = 0.05
+HEAD_SECONDS = 0.3
+"""Where a head is to be late; elsewhere no stall of the machine may make it so."""
 LARGE_BYTES = 16 << 20
 """More than the system's buffers take."""
 left: list[bytes] = []
@@ -25,7 +27,7 @@ left: list[bytes] = []
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
-    """Answers with method, path, the names of headers and the body; `/slow` takes longer than a head may."""
+    """Answers with method, path, the names of headers and the body; `/slow` takes longer than a late head may."""
     body = b""
     more = True
     while more:
@@ -47,10 +49,14 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
 
 
 @pytest.fixture
-async def url(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[str]:
-    monkeypatch.setattr("gateway.http.protocol.HEAD_SECONDS", HEAD_SECONDS)
+async def url() -> AsyncIterator[str]:
     async with serving() as url:
         yield url
+
+
+@pytest.fixture
+def late_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.http.protocol.HEAD_SECONDS", HEAD_SECONDS)
 
 
 @pytest.fixture
@@ -132,6 +138,7 @@ async def test_connect_is_refused(url: str) -> None:
     wire.close()
 
 
+@pytest.mark.usefixtures("late_heads")
 @pytest.mark.parametrize("start", [b"", b"POST / HTTP/1.1\r\nhost:", request("/", b"", *H2C)[:-2]])
 async def test_a_head_that_stops_ends_the_connection(url: str, start: bytes) -> None:
     wire = await Wire.open(url)
@@ -141,6 +148,7 @@ async def test_a_head_that_stops_ends_the_connection(url: str, start: bytes) -> 
     wire.close()
 
 
+@pytest.mark.usefixtures("late_heads")
 async def test_a_later_head_that_stops_ends_the_connection_once_the_answer_before_it_is_complete(
     url: str,
 ) -> None:
@@ -152,6 +160,7 @@ async def test_a_later_head_that_stops_ends_the_connection_once_the_answer_befor
     wire.close()
 
 
+@pytest.mark.usefixtures("late_heads")
 async def test_a_body_may_take_longer_than_a_head(url: str) -> None:
     """Whoever reads it has a limit of its own."""
     wire = await Wire.open(url)
@@ -416,12 +425,15 @@ async def test_an_answer_that_nobody_reads_is_dropped_in_time(
 
 
 async def test_an_answer_that_is_read_slowly_arrives_whole(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.http.protocol.UNREAD_SECONDS", 0.2)
-    wire = await Wire.open(url)
+    """It takes longer in all than a client may take for the next of it."""
+    unread_seconds = 0.6
+    monkeypatch.setattr("gateway.http.protocol.UNREAD_SECONDS", unread_seconds)
+    wire = await Wire.open(url, limit=1 << 16)
     await wire.send(request("/large", b"", "connection: close"))
-    arrived = 0
-    while part := await wire._reader.read(1 << 20):
+    arrived, began = 0, time.monotonic()
+    while part := await wire._reader.read(1 << 17):
         arrived += len(part)
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(unread_seconds / 30)
     assert arrived > LARGE_BYTES
+    assert time.monotonic() - began > 3 * unread_seconds
     wire.close()
