@@ -563,7 +563,8 @@ async def test_a_slow_reader_blocks_the_engine() -> None:
             self.data = data
             self.total = getattr(self, "total", 0) + len(data)
 
-    limits = UpstreamLimits(LONG, LONG, LONG, SHORT)
+    idle_seconds = 0.5
+    limits = UpstreamLimits(LONG, LONG, LONG, idle_seconds)
     async with engine(script) as server, client(limits) as upstream:
         sink = Slow()
         task = asyncio.create_task(upstream.exchange(call(server.url), sink))
@@ -571,7 +572,7 @@ async def test_a_slow_reader_blocks_the_engine() -> None:
         before = -1
         while sent != before:  # until nothing moves for longer than the idle limit
             before = sent
-            await asyncio.sleep(2 * SHORT)
+            await asyncio.sleep(2 * idle_seconds)
         assert sent < 20_000_000
         assert not task.done()
         go_on.set()
