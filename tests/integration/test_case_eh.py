@@ -143,9 +143,15 @@ BODIES = [
      Code.CONTEXT_LENGTH_EXCEEDED),
     ("too large", json.dumps(CHAT | {"user": "u" * BODY_BYTES_MAX}).encode(), Code.BODY_TOO_LARGE),
 ]  # fmt: skip
-FAULTS = (
-    "garbage reset_before_headers reset_after_headers done_only error_event status:500 status:503".split()
-)
+FAULTS = [
+    "garbage",
+    "reset_before_headers",
+    "reset_after_headers",
+    "done_only",
+    "error_event",
+    "status:500",
+    "status:503",
+]
 
 
 @pytest.mark.parametrize("path", OTHER_PATHS)
