@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import math
 import random
 import subprocess
 import sys
@@ -37,7 +38,8 @@ WORDS = [
 """A token each."""
 PROMPTS = 12
 GAP_SECONDS_MAX = 0.025
-ROUNDS = 3
+ROUNDS = 6
+"""At most; one without a gap of our own is enough."""
 
 _seeds = itertools.count()
 
@@ -125,15 +127,18 @@ async def longest_gap(during: Callable[[], Awaitable[object]]) -> tuple[float, f
 async def least_gap(flood: Callable[[], Awaitable[object]]) -> float:
     """Seconds beyond what the same loop has to wait for a processor when others are as busy as our threads.
 
-    The best of three rounds counts: a gap of our own making is there every time, one of the machine's is not.
+    The best of the rounds counts, and the first good one ends them: a gap of our own making is there every time, one of
+    the machine's is not.
     """
-    own_gaps = []
+    own_gap = math.inf
     for _ in range(ROUNDS):
         gap, seconds = await longest_gap(flood)
         with load():
             idle_gap, _ = await longest_gap(partial(asyncio.sleep, seconds))
-        own_gaps.append(gap - idle_gap)
-    return min(own_gaps)
+        own_gap = min(own_gap, gap - idle_gap)
+        if own_gap < GAP_SECONDS_MAX:
+            break
+    return own_gap
 
 
 async def test_a_flood_of_long_prompts_leaves_no_gap_of_25_ms(world: World) -> None:
