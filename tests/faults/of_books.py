@@ -12,8 +12,8 @@ from tests.faults.scene import FLEET, HEARTBEAT_SECONDS, Needs, Scene
 from tests.wire import soon
 
 PART = Part("The books")
-HEALED_SECONDS = 2 * HEARTBEAT_SECONDS + 1.0
-"""Two heartbeats, and what two loaded processes need to speak."""
+HEALED_SECONDS = 2 * HEARTBEAT_SECONDS + 4.0
+"""Two heartbeats, and what two processes need to speak on a machine that stands still now and then."""
 FOREIGN_ID = "00000000aa"
 
 
