@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Any
 
 import msgspec
@@ -47,6 +48,8 @@ _TEXT_KEYS = {
     "refusal": "refusal",
     "thinking": "thinking",
 }
+_TOOL_KINDS = frozenset({"tool_use", "tool_addition"})
+"""Parts that are shown as JSON: a call, and a tool that is declared in the middle of a conversation."""
 _QUOTE = ord('"')
 _NO_MESSAGES = "`messages` must be a non-empty list."
 _LIST_OF_NUMBERS = re.compile(rb"\[[ \t\r\n]*[0-9]")
@@ -92,7 +95,10 @@ def read_messages(members: Members) -> tuple[Prompt, ...]:
     system = read_value(members, "system")
     if system:
         gathered.fixed_tokens += MESSAGE_TOKENS
-        _read_parts(system, gathered, "system")
+        _read_parts(system, gathered, _Place.SYSTEM)
+    output = read_value(members, "output_config")
+    if isinstance(output, dict) and output.get("format") is not None:  # some templates show the schema
+        gathered.add_text(output["format"])
     return _read_conversation(members, gathered)
 
 
@@ -164,6 +170,22 @@ class _Gathered:
         _check_pieces(self.pieces)
 
 
+class _Place(Enum):
+    """Where parts stand."""
+
+    SYSTEM = auto()
+    USER = auto()
+    """In a message of a user."""
+    OTHERS = auto()
+    """In any other message."""
+    RESULT = auto()
+    """In what a tool gave."""
+
+    @property
+    def field(self) -> str:
+        return "system" if self is _Place.SYSTEM else "messages"
+
+
 def _check_pieces(count: int) -> None:
     if count > PIECES_MAX:
         message = f"`messages` has more than {PIECES_MAX} messages or parts."
@@ -197,50 +219,71 @@ def _read_message(message: dict[str, msgspec.Raw], gathered: _Gathered) -> None:
         if memoryview(value)[0] == _QUOTE:
             gathered.add_literal(value)
         elif name == "content":
-            _read_parts(decode(value, "messages"), gathered, "messages")
+            is_users = _text_of(message.get("role")) == "user"
+            place = _Place.USER if is_users else _Place.OTHERS
+            _read_parts(decode(value, "messages"), gathered, place)
         else:
             gathered.add_text(decode(value, "messages"))
+
+
+def _text_of(value: msgspec.Raw | None) -> str | None:
+    return literal_text(value) if value and memoryview(value)[0] == _QUOTE else None
 
 
 def _is_null(value: msgspec.Raw) -> bool:
     return len(value) == len(b"null") and bytes(value) == b"null"
 
 
-def _read_parts(content: Any, gathered: _Gathered, field_: str, is_result: bool = False) -> None:
-    """A text, or a list of parts; `field_` is where it stands, `is_result`: it is what a tool gave."""
+def _read_parts(content: Any, gathered: _Gathered, place: _Place) -> None:
+    """A text, or a list of parts."""
     if isinstance(content, str):
         gathered.add_text(content)
         return
     if not isinstance(content, list):
-        what = "`content`" if field_ == "messages" else f"`{field_}`"
-        raise Refused(Code.INVALID_VALUE, f"{what} must be a string or a list of parts.", field_)
+        what = "`system`" if place is _Place.SYSTEM else "`content`"
+        raise Refused(Code.INVALID_VALUE, f"{what} must be a string or a list of parts.", place.field)
     for part in content:
-        _read_part(part, gathered, field_, is_result)
+        _read_part(part, gathered, place)
 
 
-def _read_part(part: Any, gathered: _Gathered, field_: str, is_result: bool) -> None:
+def _read_part(part: Any, gathered: _Gathered, place: _Place) -> None:
     """Media are charged a fixed number: their bytes say nothing of their tokens."""
     if isinstance(part, str):
         gathered.add_text(part)
         return
     if not isinstance(part, dict):
         message = "Every part of a `content` list must be an object."
-        raise Refused(Code.INVALID_VALUE, message, field_)
+        raise Refused(Code.INVALID_VALUE, message, place.field)
     kind = str(part.get("type"))
-    if kind == "tool_use":
+    if kind in _TOOL_KINDS:
         gathered.fixed_tokens += TOOL_TOKENS
         gathered.add_text(part)
         return
-    if kind == "tool_result" and not is_result:  # a message of its own
-        gathered.fixed_tokens += MESSAGE_TOKENS
-        gathered.add_text(part.get("tool_use_id"))
-        _read_parts(part.get("content") or "", gathered, field_, is_result=True)
+    if kind == "tool_result" and place is not _Place.RESULT:
+        _read_result(part, gathered, place)
         return
     text = part.get(_TEXT_KEYS.get(kind, "text"))
     if isinstance(text, str):
         gathered.add_text(text)
     if kind not in _TEXT_KEYS or not isinstance(text, str):
         gathered.add_media()
+
+
+def _read_result(part: dict[str, Any], gathered: _Gathered, place: _Place) -> None:
+    """What a tool gave: of a user a message of its own, of anybody else what Python's `str` makes of it, images too.
+
+    Source: `_convert_tool_result_block` of vLLM 0.32.
+    """
+    gathered.fixed_tokens += MESSAGE_TOKENS
+    gathered.add_text(part.get("tool_use_id"))
+    content = part.get("content") or ""
+    if place is _Place.USER:
+        _read_parts(content, gathered, _Place.RESULT)
+        return
+    try:
+        gathered.add_text(str(content))
+    except RecursionError:
+        raise Refused(Code.INVALID_JSON, "`messages` is nested too deeply.", "messages") from None
 
 
 def _read_tools(members: Members, gathered: _Gathered) -> None:

@@ -132,6 +132,50 @@ def test_results_in_results_are_not_followed() -> None:
     assert prompt.fixed_tokens == REPLY_TOKENS + 2 * MESSAGE_TOKENS + MEDIA_TOKENS
 
 
+@pytest.mark.parametrize("role", ["assistant", "system"])
+def test_what_a_tool_gave_counts_whole_where_it_is_no_users(role: str) -> None:
+    """vLLM writes it as Python shows it, an image's base64 too."""
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "A" * 90_000}}
+    content = [{"type": "text", "text": "42", "cache_control": {"type": "ephemeral"}}, image]
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": content}
+    assert prompt_of(messages=[{"role": role, "content": [result]}]).texts == ("t1", str(content))
+
+
+def test_a_users_role_may_be_escaped() -> None:
+    body = b"""{"model":"m","max_tokens":4,"messages":[{"role":"\\u0075ser","content":[
+        {"type":"tool_result","tool_use_id":"t1","content":[{"type":"text","text":"42"}]}]}]}"""
+    request = parse(Endpoint.MESSAGES, body, 4)
+    assert isinstance(request, GenerationRequest)
+    (prompt,) = request.prompts
+    assert isinstance(prompt, PromptText)
+    assert prompt.texts[-2:] == ("t1", "42")
+
+
+@pytest.mark.parametrize("depth", range(900, 1000))
+def test_a_result_that_is_nested_deeply_is_refused_not_failed(depth: int) -> None:
+    deep = "[" * depth + "]" * depth
+    part = f'{{"type":"tool_result","content":{deep}}}'
+    body = f'{{"max_tokens":4,"messages":[{{"role":"assistant","content":[{part}]}}]}}'
+    request = parse(Endpoint.MESSAGES, body.encode(), 4)
+    assert isinstance(request, GenerationRequest) or request.code is Code.INVALID_JSON
+
+
+def test_a_tool_that_is_declared_in_a_message_is_a_text() -> None:
+    """vLLM 0.32 adds it to `tools`."""
+    tool = {"type": "tool_definition", "definition": {"name": "look", "input_schema": {"x": "y" * 90_000}}}
+    part = {"type": "tool_addition", "tool": tool}
+    prompt = prompt_of(messages=[USER, {"role": "system", "content": [part]}])
+    assert prompt.texts[-1] == json.dumps(part, separators=(",", ":"))
+    assert prompt.fixed_tokens == REPLY_TOKENS + 2 * MESSAGE_TOKENS + TOOL_TOKENS
+
+
+def test_the_schema_of_the_output_counts() -> None:
+    """vLLM makes a `response_format` of it, which some chat templates show."""
+    form = {"type": "json_schema", "schema": {"x": "y" * 1_000}}
+    assert prompt_of(output_config={"format": form}).texts[0] == json.dumps(form, separators=(",", ":"))
+    assert prompt_of(output_config={"effort": "low"}) == prompt_of(output_config=None) == prompt_of()
+
+
 # -- answers -----------------------------------------------------------------------------------------------------
 
 
