@@ -34,9 +34,12 @@ DELTA = event(
     delta={"stop_reason": "max_tokens", "stop_sequence": None},
     usage={"input_tokens": 11, "output_tokens": 3},
 )
+ABORT = event("message_delta", delta={"stop_reason": None, "stop_sequence": None}, usage={"input_tokens": 11})
 STOP = event("message_stop")
 PING = event("ping")
 ERROR = event("error", error={"type": "InternalServerError", "message": "EngineCore encountered an issue."})
+NAMELESS_ERROR = ERROR.partition(b"\n")[2]
+ONLY_NAMED_ERROR = b'event: error\ndata: {"detail":"boom"}\n\n'
 GOOD = PING + START + OPEN + 3 * WORD + CLOSE + DELTA + STOP
 
 
@@ -199,6 +202,10 @@ STREAMS = {
     "error later": START + OPEN + WORD + ERROR,
     "error first": PING + ERROR,
     "only stop": STOP,
+    "aborted": START + OPEN + WORD + CLOSE + ABORT + STOP,
+    "nameless error": START + OPEN + WORD + NAMELESS_ERROR,
+    "only named an error": PING + ONLY_NAMED_ERROR,
+    "name behind": PING + b"\n".join(reversed(ERROR[:-2].split(b"\n"))) + b"\n\n",
     "cut": START + OPEN + WORD + WORD[:40],
     "too long": START + event("content_block_delta", delta={"text": "x" * 5_000}),
 }
@@ -241,6 +248,10 @@ def test_the_output_is_known_at_the_end() -> None:
     [
         ("error later", Failure.ERROR, START + OPEN + WORD),
         ("error first", Failure.ERROR, PING),
+        ("aborted", Failure.ABORTED, START + OPEN + WORD + CLOSE + ABORT),
+        ("nameless error", Failure.ERROR, START + OPEN + WORD),
+        ("only named an error", Failure.ERROR, PING),
+        ("name behind", Failure.ERROR, PING),
         ("only stop", Failure.EMPTY, b""),
         ("cut", Failure.UNFINISHED, START + OPEN + WORD),
         ("too long", Failure.EVENT_TOO_LONG, START),
@@ -249,7 +260,9 @@ def test_the_output_is_known_at_the_end() -> None:
 def test_a_failure_is_not_passed_on(name: str, failure: Failure, forwarded: bytes) -> None:
     passed, inspector = run(STREAMS[name], [])
     assert (inspector.failure, passed) == (failure, forwarded)
-    assert inspector.relayable_failure == (ERROR if failure is Failure.ERROR else b"")
+    relayable = {"error later": ERROR, "error first": ERROR, "only named an error": ONLY_NAMED_ERROR}
+    named_behind = STREAMS["name behind"].removeprefix(PING)
+    assert inspector.relayable_failure == (relayable | {"name behind": named_behind}).get(name, b"")
 
 
 def test_the_cache_is_part_of_the_prompt() -> None:
@@ -266,13 +279,24 @@ def test_the_cache_is_part_of_the_prompt() -> None:
     ("body", "usage", "failure"),
     [
         (
-            b'{"type":"message","content":[],"usage":{"input_tokens":11,"output_tokens":4}}',
+            b'{"type":"message","content":[],"stop_reason":"end_turn",'
+            b'"usage":{"input_tokens":11,"output_tokens":4}}',
             Usage(11, 4),
             None,
         ),
-        (b'{"type":"message","content":[],"usage":{"input_tokens":-1,"output_tokens":4}}', None, None),
         (
-            b'{"type":"message","content":[{"text":"\\ud83d"}],"usage":{"input_tokens":1}}',
+            b'{"type":"message","stop_reason":"end_turn","usage":{"input_tokens":-1,"output_tokens":4}}',
+            None,
+            None,
+        ),
+        (
+            b'{"type":"message","content":[],"usage":{"input_tokens":11,"output_tokens":4}}',
+            Usage(11, 4),
+            Failure.ABORTED,
+        ),
+        (
+            b'{"type":"message","content":[{"text":"\\ud83d"}],"stop_reason":"end_turn",'
+            b'"usage":{"input_tokens":1}}',
             Usage(1, None),
             None,
         ),
