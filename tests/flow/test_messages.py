@@ -139,3 +139,57 @@ async def test_what_the_engine_counted_is_settled(store_url: str) -> None:
         end = world.only_end()
         assert (end.outcome, end.prompt_tokens, end.output_tokens) == (Outcome.COMPLETED, 4, 3)
         await world.quiet()
+
+
+ABORT = event("message_delta", delta={"stop_reason": None}, usage={"input_tokens": 4, "output_tokens": 3})
+PING = event("ping")
+EVENTS = [PING, START, WORD, WORD, DELTA]
+NOTHING, UNNAMED = b"", ENGINE_ERROR.partition(b"\n")[2]
+
+
+@pytest.mark.parametrize("end", [NOTHING, ENGINE_ERROR, UNNAMED, WORD[:-9], ABORT + STOP], ids=range(5))
+@pytest.mark.parametrize("count", range(len(EVENTS)))
+async def test_wherever_a_stream_fails_its_client_hears_of_it(store_url: str, count: int, end: bytes) -> None:
+    """Before the first event that tells something as a status, then as an event that says so by its name."""
+    begun = b"".join(EVENTS[:count])
+    is_status = count < 2 and not end.startswith(ABORT)
+    async with playing(store_url, begun + end, b"") as world:
+        visitor = await world.visit(body(stream=True), path=PATH)
+        if is_status:
+            assert (visitor.status, visitor.json["error"]["type"]) == (502, "api_error")
+        else:
+            last = visitor.body.rstrip(b"\n").split(b"\n\n")[-1]
+            assert last.startswith(b"event: error\ndata: ")
+            assert STOP not in visitor.body
+        end_of_call = world.only_end()
+        assert (end_of_call.outcome, end_of_call.reason) == (Outcome.FAILED, Code.UPSTREAM_ERROR)
+        await world.quiet()
+
+
+async def test_an_aborted_message_is_not_passed_on(store_url: str) -> None:
+    message = {"type": "message", "content": [], "usage": {"input_tokens": 4, "output_tokens": 1}}
+    async with playing(store_url, whole(200, json.dumps(message).encode()), stream=False) as world:
+        visitor = await world.visit(body(), path=PATH)
+        assert (visitor.status, visitor.json["type"]) == (502, "error")
+        await world.quiet()
+
+
+async def test_a_ping_is_no_byte_of_an_answer_that_fails(store_url: str) -> None:
+    """The call is tried elsewhere, and the client sees that answer only."""
+
+    async def fails(peer: Peer) -> None:
+        await peer.send(STREAM_HEAD, chunk(PING), chunk(b""))
+
+    async def serves(peer: Peer) -> None:
+        await peer.send(STREAM_HEAD, chunk(THREE + DELTA + STOP), chunk(b""))
+
+    async with (
+        raw_engine(fails) as a,
+        raw_engine(serves) as b,
+        gateway(store_url, {"a": a.url, "b": b.url}, blocks={"a": 2001}) as world,
+    ):
+        visitor = await world.visit(body(stream=True), path=PATH)
+        assert visitor.body == THREE + DELTA + STOP
+        assert len(a.bodies) == len(b.bodies) == 1
+        assert world.only_end().outcome is Outcome.COMPLETED
+        await world.quiet()
