@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect
 
 from gateway.call import Fleet
 from gateway.core.outcomes import Code, Refusal
+from gateway.core.request import Dialect, Endpoint
 from gateway.http.errors import answer_of
 from gateway.http.proxy import Keys
 
@@ -211,8 +212,8 @@ def _told(answer: dict[str, Any] | Refusal, status: int = 200) -> Response:
     return JSONResponse(answer, status_code=status, headers={"cache-control": "no-store"})
 
 
-def _refuse(refusal: Refusal, allow: str = "GET") -> Response:
-    answer = answer_of(refusal, overload_status=429, jitter=1, allow=allow)
+def _refuse(refusal: Refusal, allow: str = "GET", dialect: Dialect = Dialect.OPENAI) -> Response:
+    answer = answer_of(refusal, overload_status=429, jitter=1, allow=allow, dialect=dialect)
     headers = {name.decode(): value.decode() for name, value in answer.headers if name != b"content-length"}
     return Response(answer.body, status_code=answer.status, headers=headers)
 
@@ -230,7 +231,14 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
         Code.METHOD_NOT_ALLOWED: "this path takes another method",
     }
     allow = (error.headers or {}).get("allow", "GET")
-    return _refuse(Refusal(code, words.get(code, "the request is not valid")), allow)
+    refusal = Refusal(code, words.get(code, "the request is not valid"))
+    return _refuse(refusal, allow, _dialect_of(request.scope["path"]))
+
+
+def _dialect_of(path: str) -> Dialect:
+    """Whoever asks for something beneath `/v1/messages`, as for its `count_tokens`, is a client of Anthropic."""
+    is_anthropics = path == Endpoint.MESSAGES or path.startswith(f"{Endpoint.MESSAGES}/")
+    return Dialect.ANTHROPIC if is_anthropics else Dialect.OPENAI
 
 
 async def _on_exception(request: Request, error: Exception) -> Response:

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.core.outcomes import FLEET_OVERLOAD, STATUS, Code, Refusal
+from gateway.core.outcomes import FLEET_OVERLOAD, OVERLOADED, STATUS, Code, Refusal
 from gateway.core.request import Dialect
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -19,7 +19,12 @@ RETRY_MS_MAX = 60_000
 MESSAGE_LENGTH_MAX = 1_000
 """Messages may quote a field of the request."""
 
-_ANTHROPIC_TYPES = {404: "not_found_error", 413: "request_too_large", 504: "timeout_error"}
+_ANTHROPIC_TYPES = {
+    404: "not_found_error",
+    413: "request_too_large",
+    504: "timeout_error",
+    529: OVERLOADED,
+}
 """Where Anthropic's name of an error is not OpenAI's."""
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
@@ -47,7 +52,7 @@ def answer_of(
     `allow` names the methods of the path for a 405.
     """
     status = overload_status if refusal.code in FLEET_OVERLOAD else STATUS[refusal.code][0]
-    body = _envelope(refusal, dialect)
+    body = _envelope(refusal, dialect, status)
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
@@ -71,7 +76,7 @@ def answer_of(
 
 def error_event(refusal: Refusal, dialect: Dialect = Dialect.OPENAI) -> bytes:
     """The end of a stream that fails after it began: without `[DONE]` OpenAI's SDK takes it for a success."""
-    envelope = _envelope(refusal, dialect)
+    envelope = _envelope(refusal, dialect, STATUS[refusal.code][0])
     if dialect is Dialect.ANTHROPIC:
         return b"event: error\ndata: " + envelope + b"\n\n"
     return b"data: " + envelope + b"\n\ndata: [DONE]\n\n"
@@ -110,12 +115,12 @@ def _retry_headers(retry_ms: int) -> list[tuple[bytes, bytes]]:
     return [(b"retry-after", str(seconds).encode()), (b"retry-after-ms", str(retry_ms).encode())]
 
 
-def _envelope(refusal: Refusal, dialect: Dialect) -> bytes:
+def _envelope(refusal: Refusal, dialect: Dialect, status: int) -> bytes:
     """ASCII JSON on one line, so that it can be an SSE event; our own faults are not described to clients."""
     message = refusal.message
     if refusal.code is Code.INTERNAL_ERROR:
         message = "internal error; the log has it under this request id"
-    status, type_ = STATUS[refusal.code]
+    type_ = STATUS[refusal.code][1]
     error = {
         "message": _text(message),
         "type": type_,

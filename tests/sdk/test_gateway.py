@@ -131,6 +131,17 @@ def test_anthropics_errors_are_typed(anthropics: anthropic.Anthropic) -> None:
         )
 
 
+@pytest.mark.parametrize("path", ["/v1/messages/", "/v1/messages/count_tokens", "/v1/%6dessages"])
+def test_what_is_not_there_for_anthropics_clients_is_told_in_their_words(
+    running: tuple[GatewayProcess, Mock], path: str
+) -> None:
+    gateway, _ = running
+    answer = gateway.client.post(path, json={})
+    assert (answer.status_code, answer.json()["type"]) == (404, "error")
+    assert answer.json()["error"]["type"] == "not_found_error"
+    assert list(gateway.client.post("/v1/messagesx", json={}).json()) == ["error"]
+
+
 def test_a_message_that_is_closed_early_is_aborted(
     running: tuple[GatewayProcess, Mock], anthropics: anthropic.Anthropic
 ) -> None:

@@ -55,6 +55,11 @@ def test_anthropics_clients_get_their_own_envelope(code: Code) -> None:
     assert error_event(refusal, Dialect.ANTHROPIC) == b"event: error\ndata: " + given.body + b"\n\n"
 
 
+def test_an_overload_that_the_operator_calls_529_has_anthropics_name_for_it() -> None:
+    given = answer_of(Refusal(Code.QUEUE_FULL, "why"), 529, 1.0, dialect=Dialect.ANTHROPIC)
+    assert (given.status, json.loads(given.body)["error"]["type"]) == (529, "overloaded_error")
+
+
 @pytest.mark.parametrize("overload_status", [429, 503, 529])
 @pytest.mark.parametrize("code", Code)
 def test_the_operator_chooses_the_status_of_overload_only(code: Code, overload_status: int) -> None:
