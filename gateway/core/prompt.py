@@ -270,7 +270,7 @@ def _read_part(part: Any, gathered: _Gathered, place: _Place) -> None:
 
 
 def _read_result(part: dict[str, Any], gathered: _Gathered, place: _Place) -> None:
-    """What a tool gave: of a user a message of its own, of anybody else what Python's `str` makes of it, images too.
+    """What a tool gave: of a user a message of its own, of anybody else a text, as Python shows it, images too.
 
     Source: `_convert_tool_result_block` of vLLM 0.32.
     """
@@ -279,11 +279,8 @@ def _read_result(part: dict[str, Any], gathered: _Gathered, place: _Place) -> No
     content = part.get("content") or ""
     if place is _Place.USER:
         _read_parts(content, gathered, _Place.RESULT)
-        return
-    try:
-        gathered.add_text(str(content))
-    except RecursionError:
-        raise Refused(Code.INVALID_JSON, "`messages` is nested too deeply.", "messages") from None
+    else:
+        gathered.add_text(content)
 
 
 def _read_tools(members: Members, gathered: _Gathered) -> None:
