@@ -242,6 +242,8 @@ def _read_parts(content: Any, gathered: _Gathered, place: _Place) -> None:
     if not isinstance(content, list):
         what = "`system`" if place is _Place.SYSTEM else "`content`"
         raise Refused(Code.INVALID_VALUE, f"{what} must be a string or a list of parts.", place.field)
+    if place is _Place.RESULT and content:
+        gathered.fixed_tokens += len(content) - 1  # a new line between two
     for part in content:
         _read_part(part, gathered, place)
 

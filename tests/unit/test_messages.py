@@ -122,8 +122,8 @@ def test_tools_and_what_they_gave_are_texts_and_their_images_media() -> None:
         "t1",
         "",
     )
-    messages = 4 + 3  # each result is one of its own
-    assert prompt.fixed_tokens == REPLY_TOKENS + messages * MESSAGE_TOKENS + TOOL_TOKENS + MEDIA_TOKENS
+    messages = 4 + 3  # each result is one of its own, and of two parts has a new line
+    assert prompt.fixed_tokens == REPLY_TOKENS + messages * MESSAGE_TOKENS + 1 + TOOL_TOKENS + MEDIA_TOKENS
 
 
 def test_results_in_results_are_not_followed() -> None:
@@ -164,6 +164,15 @@ def test_a_result_that_is_nested_deeply_is_refused_not_failed(depth: int) -> Non
     body = f'{{"max_tokens":4,"messages":[{{"role":"assistant","content":[{part}]}}]}}'
     request = parse(Endpoint.MESSAGES, body.encode(), 4)
     assert isinstance(request, GenerationRequest) or request.code is Code.INVALID_JSON
+
+
+def test_texts_that_a_tool_gave_are_joined_by_new_lines() -> None:
+    texts = [{"type": "text", "text": "a"}] * 500
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": texts}
+    prompt = prompt_of(messages=[{"role": "user", "content": [result]}])
+    assert prompt.fixed_tokens == REPLY_TOKENS + 2 * MESSAGE_TOKENS + 499
+    empty = prompt_of(messages=[{"role": "user", "content": [{**result, "content": []}]}])
+    assert empty.fixed_tokens == REPLY_TOKENS + 2 * MESSAGE_TOKENS
 
 
 def test_a_tool_that_is_declared_in_a_message_is_a_text() -> None:
