@@ -14,7 +14,7 @@ from gateway.ledger.connection import REPLY_SECONDS, Connection, listen
 from gateway.ledger.scripts import CALLERS_KEYS, fleet_keys, library
 from gateway.ledger.state import read_state
 from gateway.ledger.wire import StoreAway
-from tests.integration.ledger_world import World, eventually
+from tests.integration.ledger_world import PATIENT_SECONDS, World, eventually
 from tests.integration.test_shared_keys import Process
 from tests.ops.servers import Nodes, cluster
 from tests.ops.world import MOVE_SECONDS, all_ready, fleet, is_quiet, look_into, traffic
@@ -28,16 +28,18 @@ def other(nodes: Nodes, w: World) -> int:
     return (owner(nodes, w) + 1) % len(nodes.nodes)
 
 
-@pytest.mark.parametrize("half_way_seconds", [0.3, 1.5])
-async def test_a_slot_moves_under_load(half_way_seconds: float) -> None:
+@pytest.mark.parametrize(
+    ("half_way_seconds", "reply_seconds"), [(0.3, PATIENT_SECONDS), (1.5, REPLY_SECONDS)]
+)
+async def test_a_slot_moves_under_load(half_way_seconds: float, reply_seconds: float) -> None:
     """Half-way it answers TRYAGAIN, and ASK when all keys are gone; then MOVED.  Calls wait, and are admitted once.
 
-    A batch has one second until its connection counts as lost: a short time half-way is no outage, a long one is.
+    A batch has some time until its connection counts as lost: half-way for less is no outage, for longer it is one.
     """
     with cluster() as nodes:
         async with fleet(nodes.nodes[0], 100) as w:
             look_into(w, nodes.nodes[owner(nodes, w)])
-            members = [await w.join(nodes.url) for _ in range(2)]
+            members = [await w.join(nodes.url, reply_seconds=reply_seconds) for _ in range(2)]
             running = [await m.reserve(20) for m in members]
             async with traffic(*members) as loads:
                 for load_ in loads:
@@ -50,7 +52,7 @@ async def test_a_slot_moves_under_load(half_way_seconds: float) -> None:
                     pass
                 await asyncio.sleep(half_way_seconds)
                 outages = [m.events.count(StoreUp(False)) for m in members]
-                assert all(outages) == any(outages) == (half_way_seconds > REPLY_SECONDS)
+                assert all(outages) == any(outages) == (half_way_seconds > reply_seconds)
                 nodes.end_move(key, to)
                 look_into(w, nodes.nodes[to])
                 for load_ in loads:

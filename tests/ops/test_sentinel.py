@@ -20,8 +20,6 @@ from tests.processes import free_port
 
 SERVERS_ADDRESS = "127.0.0.2"
 """Where sentinels and replicas come from, so that a proxy can tell them from gateways."""
-LEFT_SECONDS = 1.0
-"""From the moment when all sentinels agree until the gateway works with the new primary."""
 
 
 async def promoted(watched: Watched) -> Node:
@@ -100,7 +98,7 @@ async def test_an_old_primary_that_still_answers_is_left_at_once() -> None:
         way.cut_off(SERVERS_ADDRESS)
         await promoted(watched)
         look_into(w, watched.replicas[0])
-        await eventually(lambda: m.events.count(StoreUp(False)), LEFT_SECONDS)
+        await eventually(lambda: m.events.count(StoreUp(False)), MOVE_SECONDS)
         await all_ready(m)
         running.settle(None, None)
         await eventually(lambda: is_quiet(w, m))
