@@ -114,7 +114,7 @@ class MessagesInspector(StreamInspector):
             self._fail(Failure.ERROR)
         elif frame.type == "message_stop":
             self._stop()
-        elif frame.type != "ping":
+        elif frame.type not in (None, "ping"):
             self.started = True
             self.events += frame.type == "content_block_delta"
             if frame.type == "message_delta":

@@ -218,6 +218,8 @@ STREAMS = {
     "nameless error": START + OPEN + WORD + NAMELESS_ERROR,
     "only named an error": PING + ONLY_NAMED_ERROR,
     "name behind": PING + b"\n".join(reversed(ERROR[:-2].split(b"\n"))) + b"\n\n",
+    "only [DONE]": b"data: [DONE]\n\n",
+    "garbage": b"data: <html>\n\n",
     "cut": START + OPEN + WORD + WORD[:40],
     "too long": START + event("content_block_delta", delta={"text": "x" * 5_000}),
 }
@@ -239,9 +241,11 @@ def test_a_good_stream_passes_byte_for_byte(name: str) -> None:
     assert facts(inspector)[:5] == (True, Usage(11, 3), 3, True, None)
 
 
-def test_a_ping_is_no_start() -> None:
+@pytest.mark.parametrize("untold", [PING, b"data: [DONE]\n\n", b"data: {}\n\n", b"data: ?\n\n", b": x\n\n"])
+def test_what_tells_nothing_is_no_start(untold: bytes) -> None:
+    """Until the first event of a message the call can still be tried elsewhere."""
     inspector = MessagesInspector()
-    assert inspector.feed(PING) == PING
+    assert inspector.feed(untold) == untold
     assert not inspector.started
     inspector.feed(START)
     assert (inspector.started, inspector.events) == (True, 0)
@@ -265,6 +269,8 @@ def test_the_output_is_known_at_the_end() -> None:
         ("only named an error", Failure.ERROR, PING),
         ("name behind", Failure.ERROR, PING),
         ("only stop", Failure.EMPTY, b""),
+        ("only [DONE]", Failure.UNFINISHED, b"data: [DONE]\n\n"),
+        ("garbage", Failure.UNFINISHED, b"data: <html>\n\n"),
         ("cut", Failure.UNFINISHED, START + OPEN + WORD),
         ("too long", Failure.EVENT_TOO_LONG, START),
     ],
