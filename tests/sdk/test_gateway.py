@@ -131,6 +131,23 @@ def test_anthropics_errors_are_typed(anthropics: anthropic.Anthropic) -> None:
         )
 
 
+def test_an_aborted_message_is_an_error(
+    running: tuple[GatewayProcess, Mock], anthropics: anthropic.Anthropic
+) -> None:
+    """The engine says 200 and gives no `stop_reason`."""
+    gateway, mock = running
+    mock.reset()
+    mock.fail("finish_abort:2", count=2)
+    with (
+        pytest.raises(anthropic.APIStatusError, match="upstream_error"),
+        anthropics.messages.stream(model="demo", messages=MESSAGES, max_tokens=5) as stream,
+    ):
+        list(stream.text_stream)
+    with pytest.raises(anthropic.InternalServerError, match="upstream_error"):
+        anthropics.messages.create(model="demo", messages=MESSAGES, max_tokens=5)
+    wait_until(gateway.is_quiet, "nothing is held", 3)
+
+
 @pytest.mark.parametrize("path", ["/v1/messages/", "/v1/messages/count_tokens", "/v1/%6dessages"])
 def test_what_is_not_there_for_anthropics_clients_is_told_in_their_words(
     running: tuple[GatewayProcess, Mock], path: str
