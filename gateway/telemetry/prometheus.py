@@ -72,13 +72,13 @@ class Metrics:
     ) -> None:
         """As `know`.  `inflight`: calls of each fleet that this process has now; `calls_lost`: those that its call log
         has lost since the start."""
+        self._counted = Counted()
         self.know(fleets, classes)
         self._inflight = inflight
         self._calls_lost = calls_lost
         self._calls_lost_before = 0
         self._states: dict[str, Mapping[str, Any]] = {}
         self._store_up = False
-        self._counted = Counted()
         self._processes = _Processes()
         self._platform = PlatformCollector(registry=None)
         self._handlers: dict[type, Callable[[Any], None]] = {
@@ -100,6 +100,9 @@ class Metrics:
     def know(self, fleets: Mapping[str, Mapping[str, Collection[str]]], classes: Collection[str]) -> None:
         """The configured names.  `fleets`: fleet -> pool -> names of replicas; a lane is named as a pool."""
         self._known = _Known(fleets, classes)
+        for fleet in fleets:  # an alert on an increase misses the first one of a series that was not there
+            for counter in (self._counted.expired, self._counted.healed, self._counted.shared):
+                counter.add((fleet,), 0)
 
     def set_state(self, fleet: str, state: Mapping[str, Any]) -> None:
         """What the store holds for a fleet, laid out as `GET /admin/v1/state`; shown until the next one comes."""

@@ -365,3 +365,8 @@ def test_processes_are_told_apart_where_there_are_several() -> None:
     several = {labels for name, labels in found if name.startswith("process_")}
     assert several <= {frozenset({("worker", "0")}), frozenset({("worker", "1")})}
     assert bool(alone) == bool(several)
+
+
+@pytest.mark.parametrize("name", ["leases_expired", "healed", "share_admissions"])
+def test_what_is_worth_an_alert_is_there_before_it_happens(name: str) -> None:
+    assert value(metrics(), f"kvgate_{name}_total", fleet="llama") == 0
