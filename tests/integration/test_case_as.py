@@ -227,10 +227,10 @@ VARIANTS = (
 ENGINE_PATHS = (
     "/responses", "/v1/responses", "/v1/embeddings", "/v1/messages/count_tokens", "/v1/audio/transcriptions",
     "/v1/score", "/v1/rerank", "/rerank", "/score", "/pooling", "/classify", "/generate", "/invocations",
-    "/inference/v1/generate", "/tokenize", "/detokenize", "/tokenizer_info", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/sleep",
-    "/wake_up", "/is_sleeping", "/abort_requests", "/reset_prefix_cache", "/collective_rpc", "/server_info", "/load",
-    "/scale_elastic_ep", "/start_profile", "/docs", "/openapi.json", "/redoc", "/metrics/", "/mock/log", "/mock/reset",
-    "/mock/faults", "/admin/v1/", "/admin",
+    "/inference/v1/generate", "/tokenize", "/detokenize", "/tokenizer_info", "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter", "/sleep", "/wake_up", "/is_sleeping", "/abort_requests", "/reset_prefix_cache",
+    "/collective_rpc", "/server_info", "/load", "/scale_elastic_ep", "/start_profile", "/docs", "/openapi.json",
+    "/redoc", "/metrics/", "/mock/log", "/mock/reset", "/mock/faults", "/admin/v1/", "/admin",
 )  # fmt: skip
 KEYLESS_OPEN = {"/health", "/health/live", "/health/ready", "/ping", "/version", "/metrics"}
 
