@@ -23,6 +23,8 @@ LATENCY = ("p50", "p90", "p99")
 GAP = ("p50", "p99", "p999")
 SIZE_BYTES_SPLIT = 16 * 1024
 LATENESS_MS_MAX = 50.0
+QUICK_SECONDS = 0.005
+"""A refusal that never waited should take no longer."""
 LAG_MS_MAX = 20.0
 """The load generator kept up while the 99th percentiles of both stay below."""
 
@@ -319,6 +321,7 @@ def _server_refusals(observations: Observations) -> Figures:
             for name, quantile in (("p50", 0.5), ("p99", 0.99), ("max", 1.0)):
                 bound = histogram_quantile(buckets, quantile)
                 found[reason][f"{name}_at_most"] = None if bound in (None, float("inf")) else bound * 1_000
+            found[reason]["in_5_ms"] = int(max(n for bound, n in buckets.items() if bound <= QUICK_SECONDS))
     return found
 
 

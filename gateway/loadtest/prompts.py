@@ -48,10 +48,16 @@ class Prompts:
         tokens = max(1, call.prompt_tokens - TEMPLATE_TOKENS) if self._chat else call.prompt_tokens
         unique = self._unique(call.number)
         shared = min(mix.shared_prefix_tokens, max(0, tokens - UNIQUE_TOKENS))
+        if mix.unique_every_tokens:
+            return self._unique_throughout(unique, tokens, mix.unique_every_tokens)
         if not shared:
             return (unique + self._filler)[: tokens * self._token_bytes]
         prefix = self._token(self._tag + call.mix) + self._filler[: (shared - 1) * self._token_bytes]
         return (prefix + unique + self._filler)[: tokens * self._token_bytes]
+
+    def _unique_throughout(self, unique: str, tokens: int, every_tokens: int) -> str:
+        part = unique + self._filler[: max(0, every_tokens - UNIQUE_TOKENS) * self._token_bytes]
+        return (part * (tokens // every_tokens + 1))[: tokens * self._token_bytes]
 
     def _unique(self, number: int) -> str:
         """What differs most comes first."""

@@ -135,6 +135,9 @@ class Mix(_Strict, frozen=True, kw_only=True):
     slow: Slow | None = None
     shared_prefix_tokens: CountOrZero = 0
     """Tokens that all calls of this kind begin with."""
+    unique_every_tokens: CountOrZero = 0
+    """In each so many there are some of the call's own, so that no part is known from another call; 0: at its beginning
+    only."""
 
 
 class Scenario(_Strict, frozen=True, kw_only=True):
@@ -163,6 +166,10 @@ class Scenario(_Strict, frozen=True, kw_only=True):
         if self.trace and len(self.calls) > 1:
             raise ValueError("calls: a trace goes with one kind of call")
         for number, mix in enumerate(self.calls):
+            if mix.unique_every_tokens and mix.shared_prefix_tokens:
+                raise ValueError(
+                    f"calls[{number}]: shared_prefix_tokens and unique_every_tokens exclude each other"
+                )
             if not self.trace and (mix.prompt_tokens is None or mix.output_tokens is None):
                 raise ValueError(f"calls[{number}]: prompt_tokens and output_tokens are needed")
         names = [key.name for key in self.weighted_keys]

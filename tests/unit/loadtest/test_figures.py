@@ -93,7 +93,7 @@ def test_gateway(found: dict[str, Any]) -> None:
     assert gateway["queue_max"] == 3
     assert gateway["reserved_share_while_queued"] == {"demo/only": {"samples": 2, "mean": 0.85, "min": 0.8}}
     assert gateway["refusal_ms"]["queue_full"] == {
-        "count": 100, "p50_at_most": 1.0, "p99_at_most": 5.0, "max_at_most": 5.0,
+        "count": 100, "p50_at_most": 1.0, "p99_at_most": 5.0, "max_at_most": 5.0, "in_5_ms": 100,
     }  # fmt: skip
 
 

@@ -75,6 +75,15 @@ def test_a_shared_prefix_is_as_long_as_it_was_asked_for_and_then_unique(endpoint
     assert len(one) == 100 - (TEMPLATE_TOKENS if endpoint == "chat" else 0)
 
 
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+def test_prompts_that_are_unique_throughout_share_no_part(endpoint: str) -> None:
+    call = replace(CALL, prompt_tokens=5_000)
+    one, two = (pieces(replace(call, number=n), endpoint, unique_every_tokens=100) for n in (1, 2))
+
+    assert len(one) == len(two) == 5_000 - (TEMPLATE_TOKENS if endpoint == "chat" else 0)
+    assert all(one[start : start + 100] != two[start : start + 100] for start in range(0, 4_900))
+
+
 def test_a_prefix_longer_than_the_prompt_leaves_room_to_be_unique() -> None:
     one, two = (pieces(replace(CALL, number=n), shared_prefix_tokens=1_000) for n in (1, 2))
 
