@@ -52,7 +52,7 @@ def admission(call: Call, limits: AllFleets) -> Admission:
         queue_key_max=terms.queue_key_max,
         identity=call.identity,
         once=call.once,
-        place_only=call.place_only,
+        standing=call.standing,
         charges=call.all_fleets_charges,
         body_bytes=len(call.request.body),
         section=ALL_FLEETS_LIMITS,

@@ -11,7 +11,7 @@ from gateway.core import lifecycle
 from gateway.core.estimate import Demand
 from gateway.core.identity import Identity
 from gateway.core.lifecycle import Event, Phase, Step
-from gateway.core.order import POOL_SHARE_SCALE
+from gateway.core.order import ASKED_BACK, PLACE_ONLY, POOL_SHARE_SCALE
 from gateway.core.outcomes import Code, Outcome, Refusal
 from gateway.core.quota import AllFleets, Charge, Quota
 from gateway.core.request import GenerationRequest
@@ -72,6 +72,8 @@ class Call:
     """How often its client says to have tried before."""
     place_only: bool = False
     """It is a retry too many: it may wait only in the place that it left."""
+    asked_back: bool = False
+    """It comes when its client, or another one of its key, was told to."""
     phase: Phase = Phase.ESTIMATING
     demand: Demand | None = None
     charges: tuple[Charge, ...] = ()
@@ -114,6 +116,12 @@ class Call:
             self.interrupted = event
             self.task.cancel()
 
+    @property
+    def standing(self) -> int:
+        if self.place_only:
+            return PLACE_ONLY
+        return ASKED_BACK if self.asked_back else 0
+
     def admission(self, demand: Demand) -> Admission:
         terms = self.terms
         return Admission(
@@ -133,7 +141,7 @@ class Call:
             queue_key_max=terms.queue_key_max,
             identity=self.identity,
             once=self.once,
-            place_only=self.place_only,
+            standing=self.standing,
             charges=self.charges,
             body_bytes=len(self.request.body),
         )

@@ -23,14 +23,17 @@ from gateway.core.prefill import PrefillTimes
 from gateway.core.prompt import Prompt, PromptTokens
 from gateway.core.quota import Units, charges, never_fits
 from gateway.core.request import forward
-from gateway.core.route import candidate_lanes, hopeless, route
+from gateway.core.route import Outlook, candidate_lanes, hopeless, outlooks, route
 from gateway.ledger.api import Grant, Ledger, Reservation
+from gateway.steps import Begun
 from gateway.tokens.api import Counted, Counter
 from gateway.turns import Turns
 from gateway.upstream.api import Upstream, UpstreamFailed, UpstreamRequest
 
 COUNTED_AT_ONCE_BYTES_MAX = 1024
 """Below this, judging a call by its bytes costs as much as counting its tokens."""
+COUNTED_UNASKED_BYTES_MAX = 32 * 1024
+"""Below this, counting takes less than 3 ms."""
 UNKNOWN_SECONDS = 2.0
 UNKNOWN_TRIES = 3
 """A replica that only another process's configuration has is given up for one that this process knows, too.  If that
@@ -116,6 +119,7 @@ class Flow:
     async def _estimate(self, call: Call) -> Demand | Refusal:
         """The call's demand; hopeless and saturated calls are refused on bytes, before their tokens are counted."""
         shape, request, limits = call.fleet.engines.shape(), call.request, call.terms.limits
+        asks: Sequence[Outlook] = ()
         if self._refused_lately(call) or len(request.body) > COUNTED_AT_ONCE_BYTES_MAX:
             low, high = token_bounds(request, shape.token_factor)
             refusal = hopeless(shape, request, low, limits)
@@ -124,7 +128,11 @@ class Flow:
                 refusal = self._known_refusal(call, lanes)
             if refusal:
                 return refusal
-        counts = [await self._count(prompt, shape.token_factor) for prompt in request.prompts]
+            if len(request.body) > COUNTED_UNASKED_BYTES_MAX:
+                asks = outlooks(shape, request, low, high, limits)
+        counts = await self._count_unless_refused(call, asks)
+        if isinstance(counts, Refusal):
+            return counts
         demand = route(shape, request, [counted.tokens for counted in counts], limits)
         if isinstance(demand, Refusal) and not all(counted.exact for counted in counts):
             return Refusal(
@@ -132,16 +140,35 @@ class Flow:
             )
         return demand
 
+    async def _count_unless_refused(self, call: Call, asks: Sequence[Outlook]) -> list[Counted] | Refusal:
+        """Before a thread counts, the store is asked whether the call's size matters at all.
+
+        Counting meanwhile would take the processor from who waits for that answer.  A second call under one
+        `Idempotency-Key` is to hear of the first one, which the store says only when it admits.
+        """
+        ask = bool(asks) and not call.once
+        counting = Begun(self._count_all(call.request.prompts, call.fleet.engines.shape().token_factor))
+        try:
+            refusal = await _would_refuse(call, asks) if counting.suspended and ask else None
+            return refusal or await counting.rest()
+        finally:
+            counting.close()
+
     def _refused_lately(self, call: Call) -> bool:
         limited = call.terms.all_fleets is not None and self._limits.refused_lately
         return limited or call.fleet.ledger.refused_lately
 
     def _known_refusal(self, call: Call, lanes: Sequence[str]) -> Refusal | None:
+        if call.asked_back:
+            return None  # what is kept for it was not open to those who were refused
         class_, key = call.terms.class_, call.terms.key
         known = call.fleet.ledger.known_refusal(lanes, class_, key)
         if known is None and call.terms.all_fleets is not None:
             return self._limits.known_refusal((all_fleets.LANE,), class_, key)
         return known
+
+    async def _count_all(self, prompts: Sequence[Prompt], factor: float) -> list[Counted]:
+        return [await self._count(prompt, factor) for prompt in prompts]
 
     async def _count(self, prompt: Prompt, factor: float) -> Counted:
         if isinstance(prompt, PromptTokens):
@@ -200,6 +227,16 @@ class Flow:
             return None
         seconds = self._prefill_times.seconds(grant.replica, demand.prefill)
         return asyncio.get_running_loop().call_later(seconds, reservation.first_token)
+
+
+async def _would_refuse(call: Call, asks: Sequence[Outlook]) -> Refusal | None:
+    """Of all lanes that it may go to, the last one's."""
+    refusal = None
+    for outlook in asks:
+        refusal = await call.fleet.ledger.would_refuse(call.admission(outlook.likely), outlook.blocks_min)
+        if refusal is None:
+            return None
+    return refusal
 
 
 def _charge(call: Call, demand: Demand) -> Refusal | None:

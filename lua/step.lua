@@ -6,6 +6,7 @@
 --      | {'epoch', epoch, clock, policy}: the store was restarted, re-declare, then send the same batch again
 --      | {'fenced'} no such session | {'stale'} a later batch was executed | {'unconfigured'}
 --- @include "commands/admit"
+--- @include "commands/ask"
 --- @include "commands/claim"
 --- @include "commands/first_token"
 --- @include "commands/resize"
@@ -21,6 +22,7 @@ local FIRST_OP, VALUES_MAX = 5, 32
 
 local COMMANDS = {
   A = admit,
+  Q = ask,
   K = claim,
   F = first_token,
   Z = resize,

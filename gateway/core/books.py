@@ -8,19 +8,22 @@ Times are milliseconds of the ledger clock, sizes are blocks, sequences and toke
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gateway.core.order import (
     APPOINTMENT_MAX_MS,
+    ASKED_BACK,
     CREDIT_SCALE,
     DIGEST_MODULUS,
     DRAIN_SETTLING_MS,
     DRAIN_WINDOW_MS,
     FIRST_APPOINTMENT_MS,
+    KEPT_PART,
     LOOKAHEAD,
     OUTBOX,
     PLACE_MS,
+    PLACE_ONLY,
     PLACES,
     PLACES_OF_FLOW,
     POOL_SHARE_SCALE,
@@ -172,7 +175,9 @@ class Terms:
     queue_key_max: int
     wait_ms: int
     fingerprint: str
-    place_only: bool
+    standing: int
+    smallest: Call | None = None
+    """Of a call that only asks: what it is at least."""
 
 
 @dataclass(slots=True)
@@ -322,6 +327,7 @@ class Books:
         name, *arguments = op
         commands: dict[str, Callable[..., Answer]] = {
             "A": self._admit,
+            "Q": self._ask,
             "K": self._claim,
             "F": self._first_token,
             "Z": self._resize,
@@ -960,13 +966,13 @@ class Books:
         charge: Sequence[int],
         fingerprint: str,
         once: str,
-        place_only: int,
+        standing: int,
     ) -> Answer:
         """`queue_max`: tickets that its lane and class may hold, `queue_key_max`: those of them that are its key's.
 
         `charge`: of each rate quota its bucket, what the call takes of it, and what it holds when it is full.
         `fingerprint`: of key, route and body, '' until it is asked for.  `once`: hash of key and `Idempotency-Key`,
-        always with a fingerprint; '' = none.  `place_only`: 1 = it may wait only in a place that was left.
+        always with a fingerprint; '' = none.  `standing`: PLACE_ONLY, ASKED_BACK, or 0.
         """
         if self._foreign(owner, id_):
             return ["refused", "id", "", 0, 0, 0]
@@ -994,9 +1000,45 @@ class Books:
             call.state = "reserved"
             self._reserve(call, replica)
             return ["grant", replica.name, *self._pay_quotas(call, charge)]
-        terms = Terms(queue_max, queue_key_max, wait_ms, fingerprint, bool(place_only))
+        terms = Terms(queue_max, queue_key_max, wait_ms, fingerprint, standing)
         told = self._queue(call, terms)
         return [*told, *self._pay_quotas(call, charge)] if told[0] == "ticket" else told
+
+    def _ask(
+        self,
+        owner: str,
+        least: int,
+        likely: int,
+        key: str,
+        class_: str,
+        lane: str,
+        sequences: int,
+        cost: int,
+        wait_ms: int,
+        weight: int,
+        blocks_max: int,
+        requests_max: int,
+        pool_share: int,
+        queue_max: int,
+        queue_key_max: int,
+        standing: int,
+    ) -> Answer:
+        """Whether the queue would refuse a call of `least` blocks or more, how many is not known yet.
+
+        `likely` is what a refusal books, and what is compared with others' work.  Nothing is taken.
+        """
+        if not self._pools(lane) or class_ not in dict(self._fleet.classes) or self.opens_at:
+            return ["open"]
+        smallest = Call(
+            "", "none", owner, "", "", key, class_, lane, least, sequences, 0, 0, cost, self.clock, 0
+        )
+        self._set_policy(key, weight, blocks_max, requests_max, pool_share)
+        self._dispatch()
+        if self._fits_now(smallest) or any(place.flow == _flow(smallest) for place in self.places):
+            return ["open"]
+        call = replace(smallest, blocks=max(least, likely)) if queue_max else smallest
+        terms = Terms(queue_max, queue_key_max, wait_ms, "", standing, smallest)
+        return self._refuse_to_queue(call, terms) or ["open"]
 
     def _queue(self, call: Call, terms: Terms) -> Answer:
         """A ticket, in the place that was left or behind all others of its flow; or why there is none."""
@@ -1128,7 +1170,7 @@ class Books:
 
     def _refuse_to_queue(self, call: Call, terms: Terms) -> Answer | None:
         waiting = len(self._waiting(call.lane, call.class_))
-        if waiting < terms.queue_max:
+        if waiting < self._open_to(call, terms, terms.queue_max):
             return self._refuse_to_open_queue(call, terms)
         if terms.queue_max:
             return self._refuse_to_full_queue(call, waiting, terms)
@@ -1153,9 +1195,9 @@ class Books:
             return ["refused", "queue_full", "key_share", own, terms.queue_key_max, self._appointment(call)]
         if self._place_left(call, terms.fingerprint):
             return None
-        if terms.place_only:
+        if terms.standing == PLACE_ONLY:
             return ["refused", "queue_full", "place_only", 0, 0, self._appointment(call)]
-        return self._refuse_too_late(call, terms.wait_ms)
+        return self._refuse_too_late(call, terms)
 
     def _refuse_to_full_queue(self, call: Call, waiting: int, terms: Terms) -> Answer | None:
         """A key with less waiting takes the place of the newest call of the key with the most."""
@@ -1163,7 +1205,7 @@ class Books:
         if terms.wait_ms <= 0 or crowder is None:
             return ["refused", "queue_full", "depth_max", waiting, terms.queue_max, self._appointment(call)]
         refusal = self._refuse_to_open_queue(call, terms)
-        if refusal is None:
+        if refusal is None and not terms.smallest:
             self._displace(self._waiting(call.lane, call.class_, crowder)[-1])
         return refusal
 
@@ -1186,10 +1228,20 @@ class Books:
         self._refund_quotas(call)
         call.charge = ()
 
-    def _refuse_too_late(self, call: Call, wait_ms: int) -> Answer | None:
+    def _open_to(self, call: Call, terms: Terms, amount: int) -> int:
+        """Of the places and the time of a queue a part is kept for who was asked to come back, while anybody was."""
+        if terms.standing == ASKED_BACK or self.book.get(call.lane, 0) <= self.clock:
+            return amount
+        return amount - amount // KEPT_PART
+
+    def _fits_now(self, call: Call) -> bool:
+        return not self._capped(call) and self._place(call) is not None
+
+    def _refuse_too_late(self, call: Call, terms: Terms) -> Answer | None:
         """It would wait in vain, as far as anybody can tell; not who fits now, past those that do not."""
-        wait = self._expected_wait(call)
-        if wait <= wait_ms or self.opens_at or (not self._capped(call) and self._place(call)):
+        judged, wait_ms = terms.smallest or call, terms.wait_ms
+        wait = self._expected_wait(judged)
+        if wait <= self._open_to(call, terms, wait_ms) or self.opens_at or self._fits_now(judged):
             return None
         return ["refused", "predicted_wait", "wait_ms", wait, wait_ms, self._appointment(call)]
 

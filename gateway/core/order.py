@@ -25,6 +25,11 @@ FIRST_APPOINTMENT_MS = 1_000
 """The wait that is told before anything was ever given back."""
 APPOINTMENT_MAX_MS = 60_000
 """No answer sends a client away for longer, so the book of appointments does not reach further."""
+KEPT_PART = 10
+"""While anybody was asked to come back, the tenth part of the places and the time of a queue is kept for them."""
+PLACE_ONLY, ASKED_BACK = 1, 2
+"""Standings of a call that asks for a place: it may wait only in the place that it left; it comes back when asked
+to.  0: as others."""
 DIGEST_MODULUS = 2**48
 """The digest's sum of ids stays an exact double in Lua: 48 bits plus one id of 40."""
 PLACE_MS = 10_000

@@ -6,6 +6,7 @@ is asked to, and gets what that takes.  One process's own view.
 """
 
 import re
+from bisect import insort
 from dataclasses import dataclass, field
 
 RETRY_COUNT = b"x-stainless-retry-count"
@@ -18,6 +19,8 @@ FEW = 10
 """What a key may spend in that time that asks nothing for the first time."""
 KEYS_MAX = 10_000
 """Whose traffic is remembered: those that asked last."""
+APPOINTMENTS_MAX = 1_000
+"""Of one key that are remembered."""
 SCALE = 1_000
 """Parts of one retry."""
 
@@ -120,6 +123,35 @@ class RetryBudgets:
         if len(self._accounts) > KEYS_MAX:
             del self._accounts[next(iter(self._accounts))]
         return account
+
+
+@dataclass(slots=True)
+class Appointments:
+    """When clients of each key were told to come back, in this process; times as above.
+
+    Whose call it is that comes then is not known: any retry of the key keeps the appointment that is due longest.
+    """
+
+    _due: dict[str, list[int]] = field(default_factory=dict)
+    """In order of time; keys that asked last are the last."""
+
+    def make(self, key: str, due_ms: int) -> None:
+        due = self._due.pop(key, [])
+        if len(due) < APPOINTMENTS_MAX:
+            insort(due, due_ms)
+        self._due[key] = due
+        if len(self._due) > KEYS_MAX:
+            del self._due[next(iter(self._due))]
+
+    def keep(self, key: str, now_ms: int) -> bool:
+        """A retry has come; False when nobody was told to come by now."""
+        due = self._due.get(key, [])
+        while due and due[0] < now_ms - INVITED_MS:
+            del due[0]
+        if not due or due[0] > now_ms:
+            return False
+        del due[0]
+        return True
 
 
 def _new_account(now_ms: int) -> _Account:

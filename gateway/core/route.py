@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import msgspec
+
 from gateway.core.blocks import BlockShape, demand_blocks
 from gateway.core.estimate import Demand, call_cost, prefill_share
 from gateway.core.outcomes import Code, Refusal
@@ -11,6 +13,8 @@ from gateway.core.request import Endpoint, GenerationRequest
 
 COMPLETIONS_OUTPUT_TOKENS = 16
 """What vLLM gives a completion that sets no `max_tokens`."""
+LIKELY_TOKEN_BYTES = 4
+"""Of English text; of code and most other languages fewer."""
 NO_POOL_RETRY_MS = 1000
 """Capacity is discovered by scraping, about once a second."""
 _NOT_TOLD = Refusal(
@@ -106,6 +110,14 @@ class KeyLimits:
     blocks_max: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What is known of a call in one lane before its tokens are counted."""
+
+    blocks_min: int
+    likely: Demand
+
+
 @dataclass(slots=True)
 class _Place:
     """A call as it would run in a pool: prompts as the engine cuts them, output limit as it fits there."""
@@ -191,6 +203,37 @@ def candidate_lanes(
     first = _first_unclamped(request, shortest)
     assert first is not None
     return tuple(lanes[lanes.index(first) : lanes.index(last) + 1])
+
+
+def outlooks(
+    fleet: FleetShape, request: GenerationRequest, low: int, high: int, limits: KeyLimits
+) -> tuple[Outlook, ...]:
+    """The call in each of its `candidate_lanes`, last in the one where it is likely to go.
+
+    () where nothing is certain before its tokens are counted: of several prompts, of one that sequences share, and
+    where it may be refused for another reason.
+    """
+    output_tokens = _output_limit(fleet, request, limits)
+    if len(request.prompts) > 1 or _shares(fleet, request) or isinstance(output_tokens, Refusal):
+        return ()
+    lanes = candidate_lanes(fleet, request, low, high, limits)
+    smallest = {place.pool.name: place for place in _measured(fleet, request, (low,), output_tokens)}
+    if not lanes:
+        return ()
+    likely = route(fleet, request, (max(low, high // LIKELY_TOKEN_BYTES),), limits)
+    if isinstance(likely, Refusal):
+        likely = _largest(request, smallest[lanes[-1]])
+    ordered = sorted(lanes, key=lambda lane: lane == likely.lane)
+    return tuple(
+        Outlook(smallest[lane].blocks, msgspec.structs.replace(likely, lane=lane)) for lane in ordered
+    )
+
+
+def _largest(request: GenerationRequest, place: _Place) -> Demand:
+    """Who sends it believes that it fits, if only just."""
+    demand, blocks = _demand(request, place), place.pool.usable_max
+    seconds = demand.cost // demand.unshared_blocks
+    return msgspec.structs.replace(demand, blocks=blocks, unshared_blocks=blocks, cost=blocks * seconds)
 
 
 def _output_limit(fleet: FleetShape, request: GenerationRequest, limits: KeyLimits) -> int | Refusal:

@@ -30,7 +30,7 @@ from gateway.core.lifecycle import Event, Phase
 from gateway.core.outcomes import Code, Outcome, Refusal
 from gateway.core.quota import Units
 from gateway.core.request import Endpoint, GenerationRequest, parse
-from gateway.core.retries import RETRY_COUNT, RetryBudgets, read_retry_count
+from gateway.core.retries import RETRY_COUNT, Appointments, RetryBudgets, read_retry_count
 from gateway.core.route import KeyLimits
 from gateway.core.urgency import DEADLINE, PRIORITY, lowered_class, read_deadline
 from gateway.flow import Flow, refusal_of, units_used, unshared_blocks_used
@@ -226,6 +226,7 @@ class Proxy:
         self._settings = settings
         self._bodies = BodyBudget(settings.bodies_bytes_max)
         self._retries = RetryBudgets(settings.retry_share)
+        self._appointments = Appointments()
         self._calls = calls
         self._observer = observer
         self._jitter = jitter
@@ -332,7 +333,9 @@ class Proxy:
         if once:
             call.once = hashed_idempotency_key(name, once)
         call.retry_count = read_retry_count(headers.get(RETRY_COUNT))
-        call.place_only = not self._retries.take(name, call.retry_count, _now_ms())
+        now_ms = _now_ms()
+        call.place_only = not self._retries.take(name, call.retry_count, now_ms)
+        call.asked_back = call.retry_count > 0 and self._appointments.keep(name, now_ms)
         return None
 
     def _fleet_of(self, request: GenerationRequest, key: Key) -> Fleet | Refusal:
@@ -449,6 +452,7 @@ class Proxy:
         call.status, call.retry_ms = answer.status, answer.retry_ms
         if visit.key and refusal.retry_ms is not None and not call.place_only:
             self._retries.invite(visit.key.name, call.retry_count + 1, _now_ms())
+            self._appointments.make(visit.key.name, _now_ms() + (answer.retry_ms or refusal.retry_ms))
         await _last_write(send_answer(visit.send, answer, call.request_id, close=False))
 
     # -- the report ----------------------------------------------------------------------------------------------

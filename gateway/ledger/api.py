@@ -37,8 +37,8 @@ class Admission(msgspec.Struct, frozen=True):
     """Of the request.  The ledger takes its fingerprint when the call leaves the queue, or may have left it before."""
     once: str = ""
     """Hash of its key and `Idempotency-Key`, whose fingerprint is known then; '' = none."""
-    place_only: bool = False
-    """It may wait only in the place that it left before."""
+    standing: int = 0
+    """PLACE_ONLY, ASKED_BACK, or 0 (`core/order.py`)."""
     pool_share: int = -1
     """The part of each pool's limit that the key may hold at once, in millionths; -1 for none."""
     charges: tuple[Charge, ...] = ()
@@ -115,6 +115,14 @@ class Ledger(Protocol):
 
     def known_refusal(self, lanes: Sequence[str], class_: str, key: str) -> Refusal | None:
         """A refusal that the store gave the key a moment ago, for every one of these lanes or by a rate quota."""
+        ...
+
+    async def would_refuse(self, admission: Admission, blocks_min: int) -> Refusal | None:
+        """The refusal that the store has for a call of `blocks_min` or more, how many is not known yet.
+
+        The admission says how many are likely.  Nothing is taken but an appointment.  None also where the store has no
+        answer soon.
+        """
         ...
 
     def open(self, admission: Admission, lost: Lost) -> Reservation: ...

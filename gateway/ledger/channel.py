@@ -67,6 +67,7 @@ class Channel:
         self._frees: deque[Op] = deque()
         self._moves: dict[tuple[str, str], Op] = {}
         self._admits: dict[str, Op] = {}
+        self._asks: deque[Op] = deque()
         self._declare: Done | None = None
         self._batch: _Batch | None = None
         self._number = 0
@@ -74,7 +75,7 @@ class Channel:
     @property
     def busy(self) -> bool:
         """Something is waiting to be sent, or was sent without an answer."""
-        return bool(self._batch or self._frees or self._moves or self._admits or self._declare)
+        return bool(self._batch or self._frees or self._moves or self._admits or self._asks or self._declare)
 
     @property
     def unanswered(self) -> bool:
@@ -96,6 +97,10 @@ class Channel:
     def admit(self, arguments: list[Any], done: Done) -> None:
         self._admits[arguments[1]] = Op(arguments, done)
 
+    def ask(self, arguments: list[Any], done: Done) -> None:
+        """Q: last.  After a restart it has no answer."""
+        self._asks.append(Op(arguments, done))
+
     def drop(self, id_: str) -> bool:
         """Take back what was not sent yet of an id; True when that was its admit."""
         self._moves.pop(("R", id_), None)
@@ -115,6 +120,7 @@ class Channel:
         self._frees.clear()
         self._moves.clear()
         self._admits.clear()
+        self._asks.clear()
         self._declare = None
         self._batch = None
         self._number = 0
@@ -160,4 +166,6 @@ class Channel:
             self._declare = None
         while self._admits and len(ops) < BATCH_OPS:
             ops.append(self._admits.pop(next(iter(self._admits))))
+        while self._asks and len(ops) < BATCH_OPS:
+            ops.append(self._asks.popleft())
         return ops

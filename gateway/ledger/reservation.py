@@ -148,7 +148,7 @@ class Ask:
             "A", self.id, a.key, a.class_, a.lane, a.blocks, a.sequences, a.prefill, a.cost, self._wait_left_ms(),
             a.weight, a.blocks_max, a.requests_max, a.pool_share, a.queue_max, a.queue_key_max, [],
             list(self.exclude), quota.arguments(a.charges), self._fingerprint(), a.once,
-            int(a.place_only and not self.queued),
+            0 if self.queued else a.standing,
         ]  # fmt: skip
         self._ledger.channel.admit(arguments, partial(self._on_admit, self.id))
 

@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -36,9 +37,13 @@ KNOWN_MAX = 1024
 """Refusals remembered at once."""
 PROBE_SECONDS = 0.01
 """One call in this time goes through to the store all the same."""
+ASK_SECONDS = 0.1
+"""After this an answer to a question has no use: by then nearly any prompt is counted."""
 SETTINGS_DIFFER = "another gateway has given this fleet other lanes or classes; ours are being sent again"
 HOPELESS = frozenset({Code.CONTEXT_LENGTH_EXCEEDED, Code.KEY_CAP_EXCEEDED, Code.IDEMPOTENCY_KEY_REUSED})
 """Refusals that repeating the call cannot change."""
+KEPT = ", of which a tenth is kept while others were asked to come back"
+"""At the end of a refusal whose limit that may be."""
 _OF_THE_CALL = frozenset({"displaced", "place_only"})
 """What a full queue is told as, but another call of the same key might not be."""
 
@@ -169,6 +174,23 @@ class ValkeyLedger:
                 known.probed_at = now
             return None
         return found[0].refusal
+
+    async def would_refuse(self, admission: Admission, blocks_min: int) -> Refusal | None:
+        if self._closing or self.away_seconds is not None or self._keeper.slow or self.sharing.active:
+            return None
+        a = admission
+        answer: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        arguments = [
+            "Q", blocks_min, a.blocks, a.key, a.class_, a.lane, a.sequences, a.cost, a.wait_ms, a.weight, a.blocks_max,
+            a.requests_max, a.pool_share, a.queue_max, a.queue_key_max, a.standing,
+        ]  # fmt: skip
+        self.channel.ask(arguments, partial(_tell, answer))
+        self.wake()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ASK_SECONDS):
+                result = await answer
+                return None if result[0] == "open" else self.refusal_of(a, result)
+        return None
 
     def may_ask(self, admission: Admission) -> Refusal | None:
         """While the store is away or slow, few calls wait for it; none once it has been away too long.
@@ -393,6 +415,12 @@ class ValkeyLedger:
         self.channel.free(["S", id_, -1, -1, [], ""], lambda _: self.unclaimed(id_))
 
 
+def _tell(answer: "asyncio.Future[Result]", result: Result) -> None:
+    """Who asked may be gone."""
+    if not answer.done():
+        answer.set_result(result)
+
+
 def _words(code: Code, knob: str, measured: int, limit: int, admission: Admission) -> str:
     match code:
         case _ if knob == "pool_share":
@@ -413,7 +441,7 @@ def _words(code: Code, knob: str, measured: int, limit: int, admission: Admissio
         case Code.IDEMPOTENCY_KEY_REUSED:
             return "another request with the same Idempotency-Key waits or runs, and its body is not the same"
         case Code.PREDICTED_WAIT:
-            return f"the wait is expected to take {measured} ms, the request may wait {limit} ms"
+            return f"the wait is expected to take {measured} ms, the request may wait {limit} ms{KEPT}"
         case Code.CAPACITY_EXCEEDED:
             return f"the request needs {measured} KV blocks, one replica has {limit} free at most, queue.depth_max is 0"
         case Code.QUEUE_TIMEOUT:
@@ -442,4 +470,4 @@ def _words_of_full_queue(knob: str, measured: int, limit: int, class_: str) -> s
                 "(queue.retry_share): a retry is queued again only in the place that the same request has left"
             )
         case _:
-            return f"{measured} requests wait in class {class_}, queue.depth_max is {limit}"
+            return f"{measured} requests wait in class {class_}, queue.depth_max is {limit}{KEPT}"

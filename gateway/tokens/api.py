@@ -14,5 +14,9 @@ class Counted(NamedTuple):
 
 class Counter(Protocol):
     async def count(self, texts: Sequence[Text]) -> Counted:
-        """Tokens of all texts together.  Long texts are counted off the event loop; special tokens count as text."""
+        """Tokens of all texts together; special tokens count as text.
+
+        Long texts are counted off the event loop.  It suspends before that begins: a coroutine that is closed there
+        has cost nothing.
+        """
         ...

@@ -122,6 +122,7 @@ class TiktokenCounter(Counter):
         self._inline_chars_left = INLINE_CHARS_A_TURN
 
     async def _count_off_the_loop(self, texts: Sequence[Text], found: _Found | None) -> Counted:
+        await asyncio.sleep(0)
         if self._closed.is_set() or not self._places.acquire(blocking=False):
             return _estimate(texts, found)
         stop = threading.Event()

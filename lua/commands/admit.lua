@@ -9,9 +9,9 @@
 --- @include "lib/places"
 --- @include "lib/once"
 -- A id key class lane blocks sequences prefill cost wait_ms weight blocks_max requests_max pool_share queue_max
--- queue_key_max prefer exclude charge fingerprint once place_only: admit.  fingerprint: of key, route and body, '' until
--- it is asked for.  once: hash of key and `Idempotency-Key`, always with a fingerprint, '' = none.  place_only: 1 = it
--- may wait only in a place that was left.
+-- queue_key_max prefer exclude charge fingerprint once standing: admit.  fingerprint: of key, route and body, '' until
+-- it is asked for.  once: hash of key and `Idempotency-Key`, always with a fingerprint, '' = none.  standing: 1 = it
+-- may wait only in a place that was left, 2 = it comes back when it was asked to, 0 = as others.
 -- grant replica missing_us... | ticket position wait_ms missing_us... | fingerprint: ask again with it |
 -- refused code knob measured limit retry_ms
 
@@ -79,12 +79,12 @@ function admit.check(op)
   check.name_list(op, 18)
   check.charge(op, 19)
   check.hashes(op, 20, 21) -- fingerprint, once
-  check.integers(op, 22, 22, 0) -- place_only
+  check.integers(op, 22, 22, 0) -- standing
 end
 
 function admit.run(owner, id, key, class, lane, blocks, sequences, prefill, cost, wait_ms, weight, blocks_max,
                    requests_max, pool_share, queue_max, queue_key_max, prefer, exclude, charge, fingerprint, named,
-                   place_only)
+                   standing)
   if owners.foreign(owner, id) then return {'refused', 'id', '', 0, 0, 0} end
   if rows.fetch(records.calls, id) then return claim.run(owner, id) end
   if not books.config.pools[lane] or not books.config.shares[class] then
@@ -111,7 +111,7 @@ function admit.run(owner, id, key, class, lane, blocks, sequences, prefill, cost
   if fingerprint == '' and queue_max > 0 and places.any(flows.name_of(call)) then return {'fingerprint'} end
   local place = places.first(call, fingerprint)
   refusal = refusals.to_queue(call, {queue_max = queue_max, queue_key_max = queue_key_max, wait_ms = wait_ms,
-    returns = place ~= nil, place_only = place_only == 1})
+    returns = place ~= nil, standing = standing})
   if refusal then return refusal end
   local wait = enqueue(id, call, place)
   once.claim(id, call)

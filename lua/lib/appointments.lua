@@ -66,6 +66,11 @@ function appointments.wait_told(call)
   return rate > 0 and predicted_wait(call, rate) or drain.FIRST_APPOINTMENT_MS
 end
 
+-- Somebody was asked to come back, and has not been due yet.
+function appointments.any(lane)
+  return rows.fetch(records.lanes, lane).book > books.meta.clock
+end
+
 -- Milliseconds until a refused call should come back; it takes a place in the lane's book.
 function appointments.book(call)
   local rate = likely_drain(call)

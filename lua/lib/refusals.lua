@@ -2,7 +2,8 @@
 --- @include "lib/appointments"
 --- @include "lib/queue"
 -- What a refused call is told: code, knob, measured, limit, retry_ms.
-local POOL_SHARE_SCALE = 1000000
+local POOL_SHARE_SCALE, KEPT_PART = 1000000, 10
+local PLACE_ONLY, ASKED_BACK = 1, 2
 
 -- The call is larger than all replicas of its lane (context_length_exceeded), or those that would do are down.
 function refusals.backend(call)
@@ -75,14 +76,21 @@ local function most_free(call)
 end
 
 -- No hold is for a call that does not wait yet.
-local function fits_now(call)
+function refusals.fits_now(call)
   return not placement.capped(call) and placement.place('', call)
 end
 
+-- Of the places and the time of a queue a part is kept for who was asked to come back, while anybody was.
+local function open_to(call, terms, amount)
+  if terms.standing == ASKED_BACK or not appointments.any(call.lane) then return amount end
+  return amount - math.floor(amount / KEPT_PART)
+end
+
 -- It would wait in vain, as far as anybody can tell; not who fits now, past those that do not.
-local function too_late(call, wait_ms)
-  local wait = appointments.expected_wait(call)
-  if wait <= wait_ms or books.meta.opens_at > 0 or fits_now(call) then return nil end
+local function too_late(call, terms)
+  local judged, wait_ms = terms.smallest or call, terms.wait_ms
+  local wait = appointments.expected_wait(judged)
+  if wait <= open_to(call, terms, wait_ms) or books.meta.opens_at > 0 or refusals.fits_now(judged) then return nil end
   return {'refused', 'predicted_wait', 'wait_ms', wait, wait_ms, appointments.book(call)}
 end
 
@@ -93,8 +101,8 @@ local function to_open_queue(call, terms)
   local own = rows.fetch(records.flows, flows.name_of(call)).waiting
   if own >= own_max then return {'refused', 'queue_full', 'key_share', own, own_max, appointments.book(call)} end
   if terms.returns then return nil end
-  if terms.place_only then return {'refused', 'queue_full', 'place_only', 0, 0, appointments.book(call)} end
-  return too_late(call, wait_ms)
+  if terms.standing == PLACE_ONLY then return {'refused', 'queue_full', 'place_only', 0, 0, appointments.book(call)} end
+  return too_late(call, terms)
 end
 
 -- nil = it may wait, in the place of another key's newest call.
@@ -102,15 +110,16 @@ local function to_full_queue(call, waiting, terms)
   local key = terms.wait_ms > 0 and queue.crowder(call)
   if not key then return {'refused', 'queue_full', 'depth_max', waiting, terms.queue_max, appointments.book(call)} end
   local refusal = to_open_queue(call, terms)
-  if not refusal then queue.displace(call.lane, call.class, key) end
+  if not refusal and not terms.smallest then queue.displace(call.lane, call.class, key) end
   return refusal
 end
 
--- terms: queue_max, queue_key_max, wait_ms, returns (a place that it may take is remembered), place_only (it may wait in
--- such a place only).  nil = it may wait.
+-- terms: queue_max, queue_key_max, wait_ms, returns (a place that it may take is remembered), standing (PLACE_ONLY: it may
+-- wait in such a place only; ASKED_BACK: it comes when it was told to), smallest (of a call that only asks: what it is at
+-- least).  nil = it may wait.
 function refusals.to_queue(call, terms)
   local waiting, meta = flows.line(call.lane, call.class).waiting, books.meta
-  if waiting < terms.queue_max then return to_open_queue(call, terms) end
+  if waiting < open_to(call, terms, terms.queue_max) then return to_open_queue(call, terms) end
   if terms.queue_max > 0 then return to_full_queue(call, waiting, terms) end
   if meta.opens_at > 0 then return {'refused', 'store_unavailable', '', 0, 0, meta.opens_at - meta.clock} end
   if placement.capped(call) then return capped(call) end

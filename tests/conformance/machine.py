@@ -129,6 +129,7 @@ class BooksMachine(RuleBasedStateMachine):
     rush = sends("rush", traffic.rushes)
     crowd = sends("crowd", traffic.rushes)
     ask_oddly = sends("ask_oddly", traffic.odd_admits)
+    inquire = sends("inquire", traffic.questions)
     settle = sends("settle", traffic.settles)
     clear = sends("clear", traffic.clearances)
     withdraw = sends("withdraw", traffic.withdrawals)

@@ -84,7 +84,7 @@ MUTANTS: dict[str, tuple[str, str]] = {
     "a place is kept a moment too long": ("PLACE_ENDS, '-inf', books.meta.clock", "PLACE_ENDS, '-inf', '(' .. books.meta.clock"),
     "places are kept": ("  return places.expire() or more", "  return more"),
     "who returns is refused for a predicted wait": ("  if terms.returns then return nil end\n", ""),
-    "a retry too many waits": ("  if terms.place_only then return", "  if false then return"),
+    "a retry too many waits": ("  if terms.standing == PLACE_ONLY then return", "  if false then return"),
     "no dispatch after a return": ("  forget(member)\n  books.moves = books.moves + 1\n  books.meta.dirty = 1", "  forget(member)"),
     "nobody is asked for a fingerprint": ("and places.any(flows.name_of(call)) then return {'fingerprint'} end", "and false then return {'fingerprint'} end"),
     "two calls under one Idempotency-Key": ("  if not first then return nil end", "  if true then return nil end"),

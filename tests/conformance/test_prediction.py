@@ -1,4 +1,5 @@
-"""Who is refused because of the wait that is predicted for it, on both implementations and with a given clock."""
+"""Who is refused a place in the queue, for the wait that is predicted or for others, on both implementations and with a
+given clock."""
 
 from itertools import count
 
@@ -6,7 +7,7 @@ import pytest
 import redis
 
 from gateway.core.books import FleetConfig, ReplicaConfig
-from gateway.core.order import APPOINTMENT_MAX_MS, DRAIN_WINDOW_MS
+from gateway.core.order import APPOINTMENT_MAX_MS, ASKED_BACK, DRAIN_WINDOW_MS
 from tests.conformance.twin import Op, Twin
 
 OWNER = "o0"
@@ -45,10 +46,40 @@ class Lane:
         requests_max: int = -1,
         cost: int = 1,
         queue_max: int = 50,
+        standing: int = 0,
     ) -> Op:
         id_ = f"{next(self._ids):010x}"
         limits = [1, -1, requests_max, -1, queue_max, 25]
-        return ["A", id_, key, "normal", "a", blocks, 1, 0, cost, wait_ms, *limits, [], [], [], "", "", 0]
+        return [
+            "A",
+            id_,
+            key,
+            "normal",
+            "a",
+            blocks,
+            1,
+            0,
+            cost,
+            wait_ms,
+            *limits,
+            [],
+            [],
+            [],
+            "",
+            "",
+            standing,
+        ]
+
+    def ask(
+        self, least: int, likely: int, key: str, wait_ms: int = 60_000, queue_max: int = 50, standing: int = 0
+    ) -> Op:
+        limits = [1, -1, -1, -1, queue_max, queue_max]
+        return ["Q", least, likely, key, "normal", "a", 1, 1, wait_ms, *limits, standing]
+
+    def fill(self, *waiting: Op) -> None:
+        """The replica is full, and these wait."""
+        results, _ = self.step(self.admit(BLOCKS, "first"), *waiting)
+        assert [result[0] for result in results] == ["grant"] + ["ticket"] * len(waiting)
 
     def epoch_told(self) -> bool:
         reply = self.twin.step(self.now_ms, OWNER, next(self._batches), [])
@@ -127,3 +158,80 @@ def test_nobody_is_sent_away_for_longer_than_the_book_reaches(lane: Lane) -> Non
     told = [lane.step(call)[0][0][-1] for call in refused]
     assert told == sorted(told)
     assert told[-1] == APPOINTMENT_MAX_MS
+
+
+def test_a_tenth_of_the_places_is_kept_for_who_was_asked_to_come_back(lane: Lane) -> None:
+    """Until the last of them is due; before anybody is asked, the whole queue is for all."""
+    running, *waiting = (lane.admit(BLOCKS, f"k{number % 2}", queue_max=20) for number in range(21))
+    results, _ = lane.step(running, *waiting)
+    assert [result[0] for result in results] == ["grant"] + ["ticket"] * 20
+    lane.wait(PAUSE_MS)
+    lane.step(*(["S", call[1], -1, -1, [], ""] for call in (running, *waiting[-2:])))
+    asked, *newcomers = (lane.admit(BLOCKS, "k0", queue_max=depth) for depth in (17, 20, 20))
+    returning = lane.admit(BLOCKS, "k0", queue_max=20, standing=ASKED_BACK)
+    results, _ = lane.step(asked, *newcomers, returning)
+    assert [result[0] for result in results] == ["refused", "ticket", "refused", "ticket"]
+    assert results[2][1:5] == ["queue_full", "depth_max", 18, 20]
+    lane.wait(results[2][5])
+    results, _ = lane.step(lane.admit(BLOCKS, "k0", queue_max=20))
+    assert results[0][0] == "ticket"
+
+
+def test_a_tenth_of_the_time_is_kept_for_who_was_asked_to_come_back(lane: Lane) -> None:
+    calls = [lane.admit(BLOCKS, f"k{number % 2}", wait_ms=3_600_000) for number in range(10)]
+    lane.step(*calls)
+    for call in calls[:6]:
+        lane.wait(4 * PAUSE_MS)
+        lane.step(["S", call[1], -1, -1, [], ""])
+    results, _ = lane.step(lane.admit(BLOCKS, "k0", wait_ms=1_000))
+    assert results[0][:2] == ["refused", "predicted_wait"]
+    wait_ms = results[0][3]
+    newcomer, returning = (lane.admit(BLOCKS, "k0", wait_ms, standing=s) for s in (0, ASKED_BACK))
+    results, _ = lane.step(newcomer, returning)
+    assert results[0][:5] == ["refused", "predicted_wait", "wait_ms", wait_ms, wait_ms]
+    assert results[1][0] == "ticket"
+
+
+def test_a_question_is_refused_where_a_call_of_any_size_would_be(lane: Lane) -> None:
+    lane.fill(lane.admit(10, "k0"), lane.admit(10, "k0"))
+    sizes = [lane.admit(blocks, "k0", queue_max=2) for blocks in (1, 50, BLOCKS)]
+    results, _ = lane.step(lane.ask(1, 50, "k0", queue_max=2), *sizes)
+    assert {tuple(result[:5]) for result in results} == {("refused", "queue_full", "depth_max", 2, 2)}
+
+
+def test_a_question_books_what_is_likely(lane: Lane) -> None:
+    lane.drain_slowly(1, "k0")
+    lane.fill(lane.admit(10, "k0"))
+    small, large = (lane.step(lane.ask(1, likely, "k0", queue_max=1))[0][0] for likely in (1, 90))
+    assert large[-1] > small[-1] > 0
+
+
+def test_a_question_takes_no_place_from_anybody(lane: Lane) -> None:
+    """Its key would have the least of it."""
+    lane.fill(lane.admit(40, "k0"), lane.admit(40, "k0"))
+    results, displaced = lane.step(lane.ask(1, 1, "k1", queue_max=2))
+    assert (results, displaced) == ([["open"]], [])
+    results, displaced = lane.step(lane.admit(1, "k1", queue_max=2))
+    assert (results[0][0], len(displaced)) == ("ticket", 1)
+
+
+def test_a_question_about_what_fits_now_is_open(lane: Lane) -> None:
+    """Beside a large call that waits."""
+    running, large = lane.admit(BLOCKS // 2, "k0"), lane.admit(BLOCKS, "k1")
+    lane.step(running, large)
+    results, _ = lane.step(lane.ask(1, BLOCKS, "k2", queue_max=1), lane.ask(60, BLOCKS, "k1", queue_max=1))
+    assert [result[0] for result in results] == ["open", "refused"]
+
+
+def test_a_question_is_refused_for_the_wait_of_the_smallest_call(lane: Lane) -> None:
+    calls = [lane.admit(BLOCKS, f"k{number % 2}", wait_ms=3_600_000) for number in range(10)]
+    lane.step(*calls)
+    for call in calls[:6]:
+        lane.wait(4 * PAUSE_MS)
+        lane.step(["S", call[1], -1, -1, [], ""])
+    results, _ = lane.step(lane.ask(1, BLOCKS, "k0", wait_ms=1_000))
+    assert results[0][:3] == ["refused", "predicted_wait", "wait_ms"]
+    patient_ms = results[0][3] * 10 // 9 + 2
+    questions = [lane.ask(least, BLOCKS, "k0", patient_ms) for least in (1, BLOCKS)]
+    results, _ = lane.step(*questions)
+    assert [result[0] for result in results] == ["open", "refused"]

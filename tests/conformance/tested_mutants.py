@@ -123,8 +123,8 @@ TESTED_MUTANTS: dict[str, TestedMutant] = {
     ),
     "early refusals behind a closed gate": TestedMutant(
         "lua/lib/refusals.lua",
-        "if wait <= wait_ms or books.meta.opens_at > 0 or fits_now(call) then return nil end",
-        "if wait <= wait_ms or fits_now(call) then return nil end",
+        "books.meta.opens_at > 0 or refusals.fits_now(judged)",
+        "refusals.fits_now(judged)",
         ("tests/conformance/test_prediction.py",),
     ),
     "who came after a return goes before its turn": TestedMutant(
@@ -165,15 +165,69 @@ TESTED_MUTANTS: dict[str, TestedMutant] = {
     ),
     "a call that would wait in vain waits": TestedMutant(
         "lua/lib/refusals.lua",
-        "if wait <= wait_ms or books.meta.opens_at > 0 or fits_now(call) then return nil end",
-        "if true then return nil end",
+        "if wait <= open_to(call, terms, wait_ms) or",
+        "if true or",
         ("tests/conformance/test_prediction.py",),
     ),
     "who fits now is refused because of a predicted wait": TestedMutant(
         "lua/lib/refusals.lua",
-        " or fits_now(call) then",
+        " or refusals.fits_now(judged) then",
         " then",
         ("tests/conformance/test_prediction.py",),
+    ),
+    "nothing is kept for who was asked to come back": TestedMutant(
+        "lua/lib/refusals.lua",
+        "return amount - math.floor(amount / KEPT_PART)",
+        "return amount",
+        ("tests/conformance/test_prediction.py",),
+    ),
+    "a tenth is kept although nobody was asked to come back": TestedMutant(
+        "lua/lib/refusals.lua",
+        " or not appointments.any(call.lane) then",
+        " then",
+        ("tests/conformance/test_prediction.py",),
+    ),
+    "a question displaces": TestedMutant(
+        "lua/lib/refusals.lua",
+        "if not refusal and not terms.smallest then",
+        "if not refusal then",
+        ("tests/conformance/test_prediction.py",),
+    ),
+    "a question is judged by what is likely": TestedMutant(
+        "lua/lib/refusals.lua",
+        "terms.smallest or call, terms.wait_ms",
+        "call, terms.wait_ms",
+        ("tests/conformance/test_prediction.py",),
+    ),
+    "a question about what fits is refused": TestedMutant(
+        "lua/commands/ask.lua",
+        "refusals.fits_now(smallest) or places",
+        "places",
+        ("tests/conformance/test_prediction.py",),
+    ),
+    "a long prompt is counted before the store is asked": TestedMutant(
+        "gateway/flow.py",
+        "if counting.suspended and ask else None",
+        "if False else None",
+        ("tests/flow/test_refusals.py",),
+    ),
+    "who comes early keeps an appointment": TestedMutant(
+        "gateway/core/retries.py",
+        "if not due or due[0] > now_ms:",
+        "if not due:",
+        ("tests/unit/test_retries.py",),
+    ),
+    "an appointment is kept again and again": TestedMutant(
+        "gateway/core/retries.py",
+        "        del due[0]\n        return True",
+        "        return True",
+        ("tests/unit/test_retries.py",),
+    ),
+    "who was asked to come back is refused with the others": TestedMutant(
+        "gateway/flow.py",
+        "        if call.asked_back:\n",
+        "        if False:\n",
+        ("tests/flow/test_repetition.py",),
     ),
     "who returns does not pay for what its key had meanwhile": TestedMutant(
         "lua/lib/flows.lua",

@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
 from gateway.core.books import Books, Call, FleetConfig, Key, ReplicaConfig
-from gateway.core.order import DIGEST_MODULUS, ID_BITS, LOOKAHEAD, POOL_SHARE_SCALE, WORK
+from gateway.core.order import (
+    ASKED_BACK,
+    DIGEST_MODULUS,
+    ID_BITS,
+    LOOKAHEAD,
+    PLACE_ONLY,
+    POOL_SHARE_SCALE,
+    WORK,
+)
 
 Op = list[Any]
 Policy = tuple[int, int, int, int]
@@ -200,7 +208,7 @@ LIKENESS: tuple[tuple[str, str], ...] = (
     (FINGERPRINTS[1], "a" * 16),
 )
 """Fingerprint, and hash of the `Idempotency-Key` where there is one."""
-PLACE_ONLY = (0,) * 15 + (1,)
+STANDINGS = (0,) * 14 + (PLACE_ONLY, ASKED_BACK, ASKED_BACK)
 
 
 @st.composite
@@ -214,7 +222,7 @@ def admits(draw: DrawFn, world: World) -> Op:
     seconds, wait, depth = draw(st.sampled_from(PATIENCE))
     return ["A", world.new_id(), key, class_, lane, blocks, sequences, prefill, blocks * seconds, wait,
             *world.policies[key], *depth, prefer, exclude, draw(st.sampled_from(CHARGES)),
-            *draw(st.sampled_from(LIKENESS)), draw(st.sampled_from(PLACE_ONLY))]  # fmt: skip
+            *draw(st.sampled_from(LIKENESS)), draw(st.sampled_from(STANDINGS))]  # fmt: skip
 
 
 # -- batches ---------------------------------------------------------------------------------------------------------
@@ -228,6 +236,18 @@ def arrivals(draw: DrawFn, world: World, owner: str) -> list[Op]:
 @st.composite
 def rushes(draw: DrawFn, world: World, owner: str) -> list[Op]:
     return draw(st.lists(admits(world), min_size=2, max_size=6))
+
+
+@st.composite
+def questions(draw: DrawFn, world: World, owner: str) -> list[Op]:
+    """Calls whose sizes are not known, after some have given back."""
+    _, _, *call, likely, sequences, _, cost, wait, weight, blocks, requests, share, depth, own = draw(
+        admits(world)
+    )[:16]
+    least = draw(st.sampled_from((1, likely // 2 + 1, likely, likely + 1)))
+    terms = [sequences, cost, wait, weight, blocks, requests, share, depth, own]
+    asked = ["Q", least, likely, *call, *terms, draw(st.sampled_from(STANDINGS))]
+    return [*draw(st.one_of(settles(world, owner), st.just([]))), asked, asked]
 
 
 @st.composite

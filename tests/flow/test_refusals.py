@@ -18,7 +18,7 @@ from gateway.http.auth import Key
 from gateway.ledger.api import Reservation
 from gateway.tokens.api import Counted
 from tests.flow.driver import Visitor
-from tests.flow.world import World, admission, chat, gateway
+from tests.flow.world import WordCounter, World, admission, chat, gateway
 
 NOWHERE = "http://127.0.0.1:9"
 """No call here gets as far as its engine."""
@@ -191,6 +191,36 @@ async def test_who_made_room_for_another_key_was_not_refused_at_once(store_url: 
         release()
         await waiting
         newcomer.settle(None, None)
+        await world.quiet()
+
+
+class Hesitant(WordCounter):
+    """It counts in a thread, as it were: `counts` is how often that began."""
+
+    async def count(self, texts: Sequence[Text]) -> Counted:
+        await asyncio.sleep(0)
+        return await super().count(texts)
+
+
+@pytest.mark.parametrize(("headers", "counts"), [({}, 0), ({"idempotency-key": "of another, perhaps"}, 1)])
+async def test_a_long_prompt_is_not_counted_where_any_would_be_refused(
+    store_url: str, headers: dict[str, str], counts: int
+) -> None:
+    """40 KB of 8,000 tokens; whether another one waits under its `Idempotency-Key` is told by an admit only."""
+    counter = Hesitant()
+    body = chat(messages=[{"role": "user", "content": "word " * 8_000}], max_tokens=16)
+    async with gateway(store_url, {"a": NOWHERE}, counter=counter, queue_max=1) as world:
+        release = await world.hold(1000)
+        waiting = asyncio.create_task(world.hold(1, key="anonymous", queue_max=1))
+        await world.queued(1)
+        refused = await world.visit(body, headers=headers)
+        assert (refused.status, refused.json["error"]["code"]) == (429, "queue_full")
+        assert counter.counts == counts
+        release()
+        (await waiting)()
+        served = await world.visit(body, headers=headers)
+        assert served.json["error"]["code"] == "upstream_error"
+        assert counter.counts == counts + 1
         await world.quiet()
 
 

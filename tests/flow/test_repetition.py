@@ -8,6 +8,7 @@ import pytest
 from gateway.core.identity import Identity
 from gateway.core.outcomes import Code, Outcome
 from gateway.core.retries import FEW
+from gateway.http import proxy
 from gateway.ledger.scripts import fleet_keys
 from gateway.mock.engine import EngineConfig
 from tests.flow.driver import Visitor
@@ -176,6 +177,34 @@ async def test_a_retry_that_was_asked_for_is_queued(store_url: str) -> None:
         await leave(*await wait_in_queue(world, chat(max_tokens=50), **retry))
         unasked = await world.visit(chat(max_tokens=51), headers=retry)
         assert "queue.retry_share" in unasked.json["error"]["message"]
+        release()
+        await world.quiet()
+
+
+async def test_a_place_is_kept_for_a_retry_that_comes_when_it_was_told_to(
+    store_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 20 places two are kept, also where the store's refusal of others is remembered; once for each appointment."""
+    now_ms = 1_000_000
+    monkeypatch.setattr(proxy, "_now_ms", lambda: now_ms)
+    async with gateway(store_url, {"a": NOWHERE}, queue_max=20) as world:
+        (await world.hold(1))()  # from now on there is a measure of how fast blocks come back
+        release = await world.hold(1000)
+        waiting = [await wait_in_queue(world, chat(max_tokens=4000 + i)) for i in range(20)]
+        told = await world.visit(chat(max_tokens=4050))
+        assert error(told) == (429, "queue_full")
+        await leave(*waiting.pop())
+        retry = {"x-stainless-retry-count": "1"}
+        early = await world.visit(chat(max_tokens=4050), headers=retry)
+        assert error(early) == (429, "queue_full")
+        now_ms += int(told.header("retry-after-ms") or "")
+        for max_tokens in (4050, 4051):  # the second one by the appointment of the first that came too early
+            waiting.append(await wait_in_queue(world, chat(max_tokens=max_tokens), **retry))
+            await leave(*waiting.pop(0))
+        another = await world.visit(chat(max_tokens=4052), headers=retry)
+        assert "a tenth is kept" in another.json["error"]["message"]
+        for one in waiting:
+            await leave(*one)
         release()
         await world.quiet()
 

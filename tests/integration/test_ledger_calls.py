@@ -16,7 +16,7 @@ from gateway.core.outcomes import Code, Refusal
 from gateway.core.quota import Quota, Units
 from gateway.ledger.api import Grant
 from gateway.ledger.state import read_state
-from tests.integration.ledger_world import HOLD, WAIT_SECONDS, eventually, running_store, world
+from tests.integration.ledger_world import HOLD, WAIT_SECONDS, demand, eventually, running_store, world
 
 LEDGER_DOCUMENT = Path(__file__).parents[2] / "docs/ledger.md"
 
@@ -500,6 +500,29 @@ async def test_a_full_queue_takes_a_call_of_a_key_that_waits_for_less(path):
             assert isinstance(await wait, Grant)
             ask.settle(None, None)
         asks[1].settle(None, None)
+        await eventually(w.empty)
+
+
+async def test_a_question_is_answered_without_taking_anything(path):
+    """Refused by the queue where the call would be, of whatever size; nobody answers for a process that sleeps."""
+    async with world(path, 100) as w:
+        m = await w.join()
+        running = await m.reserve(100)
+        question = demand(90, queue_max=1)
+        assert await m.ledger.would_refuse(question, 10) is None
+        waiter = m.open(10, queue_max=1)
+        waiting = asyncio.create_task(waiter.granted())
+        await eventually(lambda: w.states() == {running.id: "reserved", waiter.id: "queued"})
+        refusal = await m.ledger.would_refuse(question, 10)
+        assert (refusal.code, refusal.waited) == (Code.QUEUE_FULL, False)
+        assert refusal.retry_ms > 0
+        assert w.states() == {running.id: "reserved", waiter.id: "queued"}
+        await m.stop()
+        assert await m.ledger.would_refuse(question, 10) is None
+        m.go_on()
+        running.settle(None, None)
+        assert isinstance(await waiting, Grant)
+        waiter.settle(None, None)
         await eventually(w.empty)
 
 

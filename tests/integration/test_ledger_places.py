@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from gateway.core.identity import INLINE_BYTES_MAX, Identity
+from gateway.core.order import PLACE_ONLY
 from gateway.core.outcomes import Code, Refusal
 from gateway.ledger.api import Grant
 from gateway.ledger.reservation import Ask
@@ -209,7 +210,7 @@ async def test_who_waits_in_its_own_place_waits_on_when_the_store_has_lost_it(pa
         await joined(w, 1)
         await left.leave()
         await joined(w, 0)
-        again = Waiting(first, SHORT, place_only=True)
+        again = Waiting(first, SHORT, standing=PLACE_ONLY)
         await joined(w, 1)
         w.store.delete(*w.key_names())
         await eventually(lambda: first.ledger.ready and w.states().get(running.id) == "reserved")
@@ -221,7 +222,7 @@ async def test_who_waits_in_its_own_place_waits_on_when_the_store_has_lost_it(pa
 async def test_a_retry_too_many_is_not_remembered_as_a_full_queue(path: str) -> None:
     """Another call of its key may wait."""
     async with busy(path) as (_, first, _, running):
-        refusal = await Waiting(first, SHORT, place_only=True).task
+        refusal = await Waiting(first, SHORT, standing=PLACE_ONLY).task
         assert isinstance(refusal, Refusal)
         assert (refusal.code, "queue.retry_share" in refusal.message) == (Code.QUEUE_FULL, True)
         assert refusal.retry_ms

@@ -5,7 +5,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.core.order import APPOINTMENT_MAX_MS
-from gateway.core.retries import FEW, INVITED_MS, KEYS_MAX, RECENT_MS, RetryBudgets, read_retry_count
+from gateway.core.retries import (
+    APPOINTMENTS_MAX,
+    FEW,
+    INVITED_MS,
+    KEYS_MAX,
+    RECENT_MS,
+    Appointments,
+    RetryBudgets,
+    read_retry_count,
+)
 
 SHARE = 0.2
 
@@ -100,6 +109,31 @@ def test_the_key_that_asked_longest_ago_is_forgotten_first() -> None:
     for number in range(KEYS_MAX):
         budgets.take(f"k{number}", 1, 0)
     assert budgets.take("k", 1, 0)
+
+
+def test_an_appointment_is_kept_once_and_not_before_its_time() -> None:
+    """Nor by another key, nor when it is long over."""
+    appointments = Appointments()
+    for due_ms in (2_000, 1_000):
+        appointments.make("k", due_ms)
+    assert not appointments.keep("k", 999)
+    assert not appointments.keep("other", 1_000)
+    assert appointments.keep("k", 1_000)
+    assert not appointments.keep("k", 1_999)
+    assert not appointments.keep("k", 2_001 + INVITED_MS)
+    assert not appointments.keep("k", 2_000)
+
+
+def test_appointments_are_bounded_for_a_key_and_by_the_number_of_keys() -> None:
+    appointments = Appointments()
+    for due_ms in range(APPOINTMENTS_MAX + 1):
+        appointments.make("k", due_ms)
+    assert sum(appointments.keep("k", 10_000) for _ in range(2 * APPOINTMENTS_MAX)) == APPOINTMENTS_MAX
+    appointments.make("k", 0)
+    for number in range(KEYS_MAX):
+        appointments.make(f"k{number}", 0)
+    assert not appointments.keep("k", 0)
+    assert appointments.keep("k0", 0)
 
 
 @pytest.mark.parametrize(

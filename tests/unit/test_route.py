@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gateway.core.estimate import Demand
 from gateway.core.outcomes import Code, Refusal
 from gateway.core.request import Endpoint, GenerationRequest, parse
-from gateway.core.route import FleetShape, KeyLimits, PoolShape, candidate_lanes, hopeless, route
+from gateway.core.route import FleetShape, KeyLimits, PoolShape, candidate_lanes, hopeless, outlooks, route
 
 SHORT = PoolShape("short", 4096, max_model_len=8192, block_size=16, usable_max=2000, sequences_max=256)
 LONG = PoolShape("long", None, max_model_len=32768, block_size=16, usable_max=4000, sequences_max=64)
@@ -341,6 +341,40 @@ def test_bounds_never_contradict_the_count(
         assert isinstance(answer, Refusal)
     if isinstance(answer, Demand):
         assert answer.lane in candidate_lanes(fleet, call, low, high, limits)
+
+
+@given(fleets(), FIELDS, st.integers(1, 420), st.integers(0, 420), st.integers(0, 2000))
+def test_what_is_certain_before_the_count_holds_after_it(
+    fleet: FleetShape, fields: dict[str, Any], tokens: int, less: int, more: int
+) -> None:
+    """Wherever it goes and whatever it needs, if it can run at all, and the likely lane is the last one."""
+    call = request(**fields)
+    answer = route(fleet, call, [tokens], FREE)
+    found = outlooks(fleet, call, max(1, tokens - less), tokens + more, FREE)
+    if not found or isinstance(answer, Refusal):
+        return
+    assert answer.blocks >= {outlook.likely.lane: outlook.blocks_min for outlook in found}[answer.lane]
+
+
+def test_the_likely_lane_is_asked_last() -> None:
+    """40,000 bytes are 10,000 tokens, which only one pool takes; or a few, which both do."""
+    found = outlooks(FLEET, request(max_tokens=16), 400, 40_000, FREE)
+    assert [outlook.likely.lane for outlook in found] == ["short", "long"]
+    assert [outlook.blocks_min for outlook in found] == [26, 26]
+    assert found[-1].likely.blocks == (10_000 + 16) // 16
+    found = outlooks(FLEET, request(max_tokens=16), 400, 8_000, FREE)
+    assert [outlook.likely.lane for outlook in found] == ["long", "short"]
+
+
+def test_a_prompt_that_is_likely_too_long_is_taken_for_the_longest_that_fits() -> None:
+    fleet = replace(FLEET, pools=(replace(SHORT, max_prompt_tokens=None, usable_max=500),))
+    (found,) = outlooks(fleet, request(max_tokens=16), 400, 40_000, FREE)
+    assert (found.blocks_min, found.likely.blocks) == (26, 500)
+
+
+def test_nothing_is_certain_of_several_prompts() -> None:
+    call = request(Endpoint.COMPLETIONS, prompt=["x", "y"], max_tokens=16)
+    assert outlooks(FLEET, call, 400, 8_000, FREE) == ()
 
 
 @given(fleets(), FIELDS, st.integers(1, 420))

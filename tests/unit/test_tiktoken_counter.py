@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.core.prompt import Text, literal_text, text_bytes
+from gateway.steps import Begun
 from gateway.tokens import memo, tiktoken_counter
 from gateway.tokens.memo import ENTRY_BYTES, GENERATION_ENTRIES_MAX, MEMO_BYTES_MAX, Memo, text_key
 from gateway.tokens.tiktoken_counter import (
@@ -184,12 +185,33 @@ async def test_beyond_the_bound_bytes_are_the_estimate(
     assert await tokens_of(counter, [LONG]) < len(LONG) / 3
 
 
+async def jobs_begun() -> None:
+    """A count that takes a thread waits a turn before."""
+    for _ in range(2):
+        await asyncio.sleep(0)
+
+
+async def test_a_count_that_is_closed_before_its_job_begins_has_cost_nothing(
+    counter: TiktokenCounter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(counter, monkeypatch)
+    gate.open.set()
+    counting = Begun(counter.count([LONG]))
+    assert counting.suspended
+    counting.close()
+    await jobs_begun()
+    assert (gate.pieces, counter._threads._work_queue.qsize()) == (0, 0)
+    short = Begun(counter.count(["hello"]))
+    assert not short.suspended
+    assert short.result == (1, True)
+
+
 async def test_what_is_late_is_estimated_by_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     counter = TiktokenCounter(clock=lambda: now)
     gate = Gate(counter, monkeypatch)
     task = asyncio.create_task(counter.count([LONG]))
-    await asyncio.sleep(0)
+    await jobs_begun()
     now = tiktoken_counter.COUNT_SECONDS_MAX
     gate.open.set()
     counted = await task
@@ -203,7 +225,7 @@ async def test_a_cancelled_count_stops_at_its_next_piece_and_gives_its_place_bac
 ) -> None:
     gate = Gate(counter, monkeypatch)
     tasks = [asyncio.create_task(counter.count([f"{i}" + LONG])) for i in range(JOBS_MAX)]
-    await asyncio.sleep(0)
+    await jobs_begun()
     for task in tasks:
         task.cancel()
     assert all(
@@ -220,7 +242,7 @@ async def test_closing_ends_counts_under_way_with_their_bytes(monkeypatch: pytes
     counter = TiktokenCounter()
     gate = Gate(counter, monkeypatch)
     task = asyncio.create_task(counter.count([LONG]))
-    await asyncio.sleep(0)
+    await jobs_begun()
     counter.close()
     counter.close()
     gate.open.set()
@@ -410,7 +432,7 @@ async def test_what_bytes_stood_for_is_not_remembered(monkeypatch: pytest.Monkey
     counter = TiktokenCounter(clock=lambda: now)
     gate = Gate(counter, monkeypatch)
     late, left = (asyncio.create_task(counter.count([text + LONG])) for text in "ab")
-    await asyncio.sleep(0)
+    await jobs_begun()
     now = tiktoken_counter.COUNT_SECONDS_MAX
     left.cancel()
     gate.open.set()

@@ -1,0 +1,35 @@
+--- @include "lib/dispatch"
+--- @include "lib/check"
+--- @include "lib/refusals"
+--- @include "lib/places"
+-- Q least likely key class lane sequences cost wait_ms weight blocks_max requests_max pool_share queue_max queue_key_max
+-- standing: whether the queue would refuse a call of `least` blocks or more, how many is not known yet.  `likely` is what
+-- a refusal books, and what is compared with others' work.  Nothing is taken.
+-- open | refused code knob measured limit retry_ms
+
+function ask.check(op)
+  check.length(op, 16)
+  check.integers(op, 2, 3, 1) -- least, likely
+  check.names(op, 4, 6)
+  check.integers(op, 7, 7, 1) -- sequences
+  check.integers(op, 8, 9, 0) -- cost, wait_ms
+  check.integers(op, 10, 10, 1) -- weight
+  check.integers(op, 11, 13, -1) -- caps
+  check.integers(op, 14, 16, 0) -- queue_max, queue_key_max, standing
+end
+
+function ask.run(_, least, likely, key, class, lane, sequences, cost, wait_ms, weight, blocks_max, requests_max,
+                 pool_share, queue_max, queue_key_max, standing)
+  if not books.config.pools[lane] or not books.config.shares[class] or books.meta.opens_at > 0 then return {'open'} end
+  local function of_size(blocks)
+    return {key = key, class = class, lane = lane, blocks = blocks, sequences = sequences, prefill = 0, cost = cost,
+      prefer = {}, exclude = {}}
+  end
+  local smallest = of_size(least)
+  flows.set_policy(key, weight, blocks_max, requests_max, pool_share)
+  dispatch.run()
+  if refusals.fits_now(smallest) or places.any(flows.name_of(smallest)) then return {'open'} end
+  local call = queue_max > 0 and of_size(math.max(least, likely)) or smallest
+  return refusals.to_queue(call, {queue_max = queue_max, queue_key_max = queue_key_max, wait_ms = wait_ms,
+    returns = false, standing = standing, smallest = smallest}) or {'open'}
+end
