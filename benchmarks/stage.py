@@ -20,6 +20,8 @@ from gateway.http.auth import new_key
 
 START_SECONDS = 30.0
 ADMIN_TOKEN = "benchmark"
+NOTHING_ADMITTED = 1
+"""Exit status of a load test of which every call was refused."""
 KVGATE = (sys.executable, "-m", "gateway")
 
 
@@ -103,7 +105,7 @@ def gateway(engines: Fleet, keys: Sequence[str], settings: Mapping[str, Any]) ->
 def load(
     scenario: str, report: Path, label: str, *options: str, gate: Gateway | None = None
 ) -> dict[str, Any]:
-    """Run a scenario; the report it wrote."""
+    """Run a scenario; the report it wrote, also where nothing was admitted."""
     environment = dict(os.environ)
     if gate is not None:
         environment["KVGATE_LOADTEST_KEYS"] = ",".join(
@@ -122,7 +124,9 @@ def load(
         str(report),
         *options,
     ]
-    subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
+    finished = subprocess.run(command, check=False, env=environment, stdout=subprocess.DEVNULL)
+    if finished.returncode > NOTHING_ADMITTED:
+        raise SystemExit(f"kvgate loadtest --scenario {scenario} ended with status {finished.returncode}")
     found: dict[str, Any] = json.loads((report / "report.json").read_text())
     return found
 
