@@ -9,6 +9,7 @@ import msgspec
 
 from gateway.core import lifecycle
 from gateway.core.estimate import Demand
+from gateway.core.forecast import Course
 from gateway.core.identity import Identity
 from gateway.core.lifecycle import Event, Phase, Step
 from gateway.core.order import ASKED_BACK, PLACE_ONLY, POOL_SHARE_SCALE
@@ -81,6 +82,8 @@ class Call:
     all_fleets_charges: tuple[Charge, ...] = ()
     """The same over all fleets."""
     grant: Grant | None = None
+    relay: "Relay | None" = None
+    """Of the last attempt."""
     tried: list[str] = field(default_factory=list)
     """Replicas that failed."""
     sent_at: float = 0.0
@@ -144,7 +147,12 @@ class Call:
             standing=self.standing,
             charges=self.charges,
             body_bytes=len(self.request.body),
+            tokens_max=demand.output_tokens * demand.sequences,
+            course=self.course,
         )
+
+    def course(self) -> Course | None:
+        return self.relay.course if self.relay else None
 
 
 class Relay(Receiver, Protocol):
@@ -157,6 +165,11 @@ class Relay(Receiver, Protocol):
 
     async def finish(self) -> None:
         """The engine's answer is complete: pass the rest on.  Raises UpstreamFailed where it proves a failure."""
+        ...
+
+    @property
+    def course(self) -> Course | None:
+        """Of a stream that has begun."""
         ...
 
     def report(self) -> None:

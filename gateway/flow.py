@@ -103,6 +103,7 @@ class Flow:
             return answer
         finally:
             reservation.settle(*_held(call, demand), _counted(call, demand))
+            call.relay = None  # the two would stay until the collector comes round
 
     def _open(self, call: Call, demand: Demand) -> Reservation:
         """Nothing is asked yet.  Who has limits over all fleets needs a place within those first."""
@@ -186,6 +187,7 @@ class Flow:
         call.grant = grant
         call.sent_at = time.monotonic()
         relay = client.relay(call, partial(self._first_token, call, demand, grant, reservation))
+        call.relay = relay
         url = call.fleet.engines.url(grant.replica)
         request = UpstreamRequest(
             url, call.request.endpoint, call.headers, forward(call.request, demand.output_tokens)

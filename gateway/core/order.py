@@ -23,6 +23,16 @@ DRAIN_SETTLING_MS = 1_000
 """A window younger than this is not extrapolated: one early settle would promise too much."""
 FIRST_APPOINTMENT_MS = 1_000
 """The wait that is told before anything was ever given back."""
+FORECAST_ENDS = 32
+"""Ends of running calls that an owner foresees in the store, the next ones; each makes room for about one call."""
+FORECAST_REACH_MS = 3_600_000
+"""Ends that are further away are not told."""
+FORECAST_WAITING = 32
+"""Where fewer wait, the order is played forward over these ends; over many calls the drain is an average."""
+FORECAST_MARGIN_PERCENT = 15
+"""What those who come later and go before add to a wait, in the mean of the simulation's loads."""
+FORECAST_PLAYED = 64
+"""Ends that are played at most, once a script."""
 APPOINTMENT_MAX_MS = 60_000
 """No answer sends a client away for longer, so the book of appointments does not reach further."""
 KEPT_PART = 10

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from gateway.call import Call
 from gateway.core.events import FirstToken, Observer, TokenGaps
+from gateway.core.forecast import Course
 from gateway.core.lifecycle import Event
 from gateway.core.messages import MessagesInspector, inspect_message
 from gateway.core.request import Dialect
@@ -61,7 +62,7 @@ class AnswerRelay:
     """Implements `Relay` for one attempt."""
 
     __slots__ = (
-        "_call", "_event_times", "_first_token", "_headers", "_held", "_observer",
+        "_call", "_event_times", "_first_at", "_first_token", "_headers", "_held", "_observer",
         "_own_headers", "_send", "_status", "_stream", "_writer",
     )  # fmt: skip
 
@@ -84,6 +85,7 @@ class AnswerRelay:
         self._headers: list[tuple[bytes, bytes]] = []
         self._stream: StreamInspector | None = None
         self._held = bytearray()
+        self._first_at = 0.0
         self._event_times: list[float] = []
         """From the last one that was reported on."""
 
@@ -101,6 +103,12 @@ class AnswerRelay:
         """The engine's own error event, for a stream that it ended with one in the form that clients look for."""
         failure = self._stream.relayable_failure if self._stream else b""
         return failure if _ERROR_MEMBER.search(failure) else b""
+
+    @property
+    def course(self) -> Course | None:
+        if self._stream is None or not self._event_times:
+            return None
+        return Course(self._stream.events, self._first_at, self._event_times[-1])
 
     @property
     def streams(self) -> bool:
@@ -223,6 +231,7 @@ class AnswerRelay:
         ttft_ms = (now - call.started) * 1000
         self._observer(FirstToken(call.fleet.name, self._pool(), call.terms.class_, ttft_ms))
         self._event_times.append(now)
+        self._first_at = now
 
     def _note_time(self) -> None:
         now, times = time.monotonic(), self._event_times

@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from gateway.core.forecast import Course, unseen
 from gateway.core.identity import Identity
 from gateway.core.outcomes import Refusal
 from gateway.core.quota import LIMITS, Charge, Left, Units
@@ -49,6 +50,10 @@ class Admission(msgspec.Struct, frozen=True):
     """What it has waited already of `wait_ms`, in other books."""
     section: str = LIMITS
     """Where the key's settings have its caps, for those who are told of one."""
+    tokens_max: int = 0
+    """That it may generate; 0 where its end cannot be foreseen."""
+    course: Callable[[], Course | None] = unseen
+    """How far its answer is; None while that cannot be seen."""
 
 
 class Grant(msgspec.Struct, frozen=True):

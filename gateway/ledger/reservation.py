@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from gateway.core import quota
+from gateway.core.forecast import Run
 from gateway.core.outcomes import Refusal
 from gateway.ledger.api import Admission, Grant, Lost
 from gateway.ledger.channel import Result
@@ -35,7 +36,7 @@ class Ask:
     __slots__ = (
         "_answer", "_asked_at", "_claiming", "_leaves", "_ledger", "_left", "_lost", "_position", "_predicted_ms",
         "_timer", "_unheard", "_used", "abandoned", "admission", "by_force", "exclude", "id", "phase",
-        "prefill", "queued", "replica", "started_at",
+        "prefill", "queued", "replica", "run", "started_at",
     )  # fmt: skip
 
     def __init__(self, ledger: "ValkeyLedger", id_: str, admission: Admission, lost: Lost) -> None:
@@ -43,6 +44,8 @@ class Ask:
         self.admission = admission
         self.phase = Phase.NEW
         self.replica = ""
+        self.run: Run | None = None
+        """While it holds blocks, of a call whose end can be foreseen."""
         self.queued = False
         self.abandoned = False
         """The owner of the guard has left while the admit was under way."""
@@ -90,6 +93,7 @@ class Ask:
             return self._ledger.lost_refusal()
         self.exclude = (*self.exclude, exclude)
         self.prefill = self.admission.prefill
+        self.run = None
         self.phase = Phase.MOVING
         answer = self._expect()
         self._ledger.channel.move(["M", self.id, [exclude]], partial(self._on_move, self.id))
@@ -111,6 +115,8 @@ class Ask:
     def settle(self, used_blocks: int | None, cost: int | None, used: quota.Units | None = None) -> None:
         if self.phase in (Phase.SETTLING, Phase.GONE):
             return
+        if self.run:
+            self._ledger.forecast.ended(self.run, self._ledger.now())
         self._disarm()
         self._leaves = self._answer is None or not self._answer.done() or self._answer.cancelled()
         self._resolve(self._ledger.draining_refusal())
@@ -332,6 +338,7 @@ class Ask:
     def _reserved(self, replica: str) -> None:
         self.phase = Phase.RESERVED
         self.replica = replica
+        self.run = self._ledger.new_run(replica, self.admission)
         self._disarm()
         waited_ms = int((self._ledger.now() - self._asked_at) * 1000)
         self._resolve(Grant(replica, waited_ms, self.queued, self._position, self._predicted_ms, self._left))

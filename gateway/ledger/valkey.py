@@ -16,6 +16,7 @@ import msgspec
 from gateway.core import quota
 from gateway.core.books import FleetConfig
 from gateway.core.events import Healed, Observer
+from gateway.core.forecast import Forecast, Run
 from gateway.core.order import DIGEST_MODULUS, FIRST_APPOINTMENT_MS, ID_BITS
 from gateway.core.outcomes import Code, Refusal
 from gateway.core.share import Denied
@@ -103,6 +104,7 @@ class ValkeyLedger:
         self._known: dict[tuple[str, str, str], _Known] = {}
         """By lane, class and key; a rate quota is of the key alone."""
         self.fingerprints = Fingerprints()
+        self.forecast = Forecast()
         self.sharing = Sharing(self, self._asks, config, share_seconds, observer)
         prefix = key_prefix(fleet) + "wake:"
         self.channel = Channel(prefix, self.offer)
@@ -257,6 +259,13 @@ class ValkeyLedger:
         ask.id = self._new_id()
         self._asks[ask.id] = ask
 
+    def new_run(self, replica: str, admission: Admission) -> Run | None:
+        """A call begins to hold blocks there."""
+        if not admission.tokens_max:
+            return None
+        lot = self._random.random()
+        return Run(replica, admission.blocks, admission.tokens_max, lot, self.now(), admission.course)
+
     def claimed(self, id_: str) -> None:
         if id_ not in self._claimed:
             self._claimed.add(id_)
@@ -362,6 +371,11 @@ class ValkeyLedger:
 
     def digest(self) -> list[Any]:
         return ["H", len(self._claimed), self._claimed_sum % DIGEST_MODULUS]
+
+    def heartbeat(self) -> list[Any]:
+        """The digest, and when blocks come back as far as that is foreseen."""
+        runs = (ask.run for ask in self._asks.values() if ask.run and ask.phase is Phase.RESERVED)
+        return [*self.digest(), self.forecast.next_ends(runs, self.now())]
 
     def offer(self, id_: str, replica: str) -> None:
         """A grant from the outbox.  One that this process does not know is settled."""

@@ -197,6 +197,21 @@ async def test_a_whole_chunk_with_a_token_is_passed_on_as_it_came() -> None:
     assert (way.call.output_events, way.deadline.seconds) == (2, IDLE_SECONDS)
 
 
+async def test_a_stream_shows_how_far_it_is() -> None:
+    way = stream()
+    assert way.relay.course is None
+    way.feed(STREAM_HEAD + chunk(WORD))
+    first = way.relay.course
+    assert first
+    assert first.last_at == first.first_at
+    way.feed(chunk(WORD))
+    way.feed(chunk(WORD + WORD))
+    course = way.relay.course
+    assert course
+    assert (first.events, course.events, course.first_at) == (1, 4, first.first_at)
+    assert course.last_at > first.last_at
+
+
 @pytest.mark.parametrize(
     "told",
     [FINISH, ABORT, ERROR, USAGE, COUNTED, COMMENT, NO_JSON, NO_CHOICE, WITH_ERROR, OTHER_OBJECT, DONE],
