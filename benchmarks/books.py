@@ -23,7 +23,7 @@ import msgspec
 import redis
 
 from gateway.core.books import FleetConfig, ReplicaConfig
-from gateway.core.order import BATCH_OPS, DIGEST_MODULUS
+from gateway.core.order import BATCH_OPS, DIGEST_MODULUS, FORECAST_ENDS
 from gateway.ledger.embedded import EmbeddedStore
 from gateway.ledger.records import config_arguments, decode_step
 from gateway.ledger.scripts import Library, fleet_keys, library
@@ -221,7 +221,7 @@ class Full:
         return median([self.settle() for _ in range(STEPS)])
 
     def heartbeats(self) -> float:
-        digest = ["H", len(self.running), sum(int(id_, 16) for id_ in self.running) % DIGEST_MODULUS]
+        digest = ["H", len(self.running), sum(int(id_, 16) for id_ in self.running) % DIGEST_MODULUS, []]
         replies, us = self.fleet.steps("a", [[digest]] * STEPS)
         assert all(reply[5] == [["same"]] for reply in replies)
         return us
@@ -241,7 +241,29 @@ class Roomy:
         return admit_us + settle_us
 
     def heartbeats(self) -> float:
-        return self.fleet.steps("a", [[["H", 0, 0]]] * STEPS)[1]
+        return self.fleet.steps("a", [[["H", 0, 0, []]]] * STEPS)[1]
+
+
+class Foreseen:
+    """All replicas full, few calls wait, and so many owners foresee the next ends of those that run."""
+
+    def __init__(self, client: "redis.Redis", waiters: int, owners: int) -> None:
+        self.fleet = Fleet(client, "foreseen", library(), REPLICAS, LIVE // REPLICAS * BLOCKS)
+        self.fleet.fill("a", LIVE // REPLICAS * REPLICAS)
+        for owner in range(owners):
+            dues = [100 * i + owner + 1 for i in range(FORECAST_ENDS)]
+            ends = [item for due in dues for item in (due, f"vllm-{due % REPLICAS}", BLOCKS)]
+            self.fleet.hello(f"owner-{owner}")
+            self.fleet.step(f"owner-{owner}", [["H", 0, 0, ends]])
+        self.fleet.fill("a", waiters)
+
+    def tickets(self, calls: int) -> float:
+        """They leave the queue again."""
+        admits = [self.fleet.admit() for _ in range(calls)]
+        reply, us = self.fleet.step("a", admits)
+        assert reply[5][0][2] > 0, reply[5]
+        self.fleet.step("a", [["S", op[1], -1, -1, [], ""] for op in admits])
+        return us
 
 
 def scale(client: "redis.Redis") -> Iterator[Figure]:
@@ -258,12 +280,12 @@ def scale(client: "redis.Redis") -> Iterator[Figure]:
     yield Figure(f"heartbeat, {LIVE:,} live, {WAITERS:,} wait", large, "us", 1.5 * small)
     yield Figure("memory of a reservation", many.reservation_bytes, "bytes")
     yield Figure("memory of a ticket", many.ticket_bytes, "bytes")
-    yield from longest(many)
+    yield from longest(client, many)
     yield from reap(many.fleet, "waiting")
     yield from reap(busy.fleet, "running")
 
 
-def longest(full: Full) -> Iterator[Figure]:
+def longest(client: "redis.Redis", full: Full) -> Iterator[Figure]:
     """Batches of 64 ops; each script is done 5 times."""
 
     def again(script: Callable[[], float]) -> float:
@@ -281,6 +303,10 @@ def longest(full: Full) -> Iterator[Figure]:
     yield Figure(f"64 settles beside {WAITERS:,} waiters", again(lambda: full.settle(BATCH_OPS)), "us", 5_000)
     tickets = again(lambda: full.fleet.step("a", [full.fleet.admit() for _ in range(BATCH_OPS)])[1])
     yield Figure("64 tickets", tickets, "us", 5_000)
+    foreseen = Foreseen(client, waiters=20, owners=8)
+    one, most = compare(lambda: foreseen.tickets(1), lambda: foreseen.tickets(BATCH_OPS))
+    yield Figure("a ticket behind 20, foreseen by 8 gateways", one, "us")
+    yield Figure("64 tickets behind 20, foreseen by 8 gateways", most, "us", 5_000)
     yield Figure(f"64 moves beside {WAITERS:,} waiters", again(moves), "us", 5_000)
 
 

@@ -19,6 +19,10 @@ from gateway.core.order import (
     DRAIN_SETTLING_MS,
     DRAIN_WINDOW_MS,
     FIRST_APPOINTMENT_MS,
+    FORECAST_ENDS,
+    FORECAST_MARGIN_PERCENT,
+    FORECAST_PLAYED,
+    FORECAST_WAITING,
     KEPT_PART,
     LOOKAHEAD,
     OUTBOX,
@@ -109,6 +113,8 @@ class Call:
     """Hash of its key and `Idempotency-Key`: while it lives no other call is admitted under the same."""
     fingerprint: str = ""
     """Of the request, kept only beside `once`."""
+    expected_ms: int | None = None
+    """What was found of its wait when it was admitted; not in the store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +207,15 @@ class Drain:
     """The last figure seen."""
 
 
+@dataclass(frozen=True, slots=True)
+class End:
+    """Of a running call, as its owner foresees it."""
+
+    due: int
+    replica: str
+    blocks: int
+
+
 @dataclass(slots=True)
 class Books:
     config: FleetConfig | None = None
@@ -242,7 +257,11 @@ class Books:
     since: dict[str, int] = field(default_factory=dict)
     """Lane -> the clock since which somebody waits in it for the replicas."""
     drains: dict[str, Drain] = field(default_factory=dict)
+    forecasts: dict[str, tuple[End, ...]] = field(default_factory=dict)
+    """Owner -> the next ends of its calls, in order."""
     work: int = 0
+    rehearsed: bool = False
+    """This script has played the order forward."""
     replay: bool = False
 
     # -- the scripts ---------------------------------------------------------------------------------------------
@@ -353,7 +372,7 @@ class Books:
         self.clock += min(max(passed, 0), gap)
         self.skipped += max(passed - gap, 0)
         self.wall = now
-        self.work = WORK
+        self.work, self.rehearsed = WORK, False
         self.replay = False
         if run != self.run:
             self._new_epoch(run)
@@ -383,6 +402,7 @@ class Books:
         )
         for owner in lost:
             self.sessions.pop(owner, None)
+            self.forecasts.pop(owner, None)
         left = SLICE
         for owner in lost:
             ids = sorted(c.id for c in self.calls.values() if c.owner == owner)[:left]
@@ -909,9 +929,13 @@ class Books:
         return max(drain, used * call.blocks * DRAIN_WINDOW_MS // (max(call.cost, 1) * 1000))
 
     def _expected_wait(self, call: Call) -> int:
-        """-1 while nobody can say."""
-        drain = self._lane_drain(call.lane)
-        return self._predicted_wait(call, drain) if drain and self._drain_is_known(call.lane) else -1
+        """-1 while nobody can say; of one call the same in one script."""
+        if call.expected_ms is None:
+            call.expected_ms = self._foreseen_wait(call)
+        if call.expected_ms is None:
+            known = self._lane_drain(call.lane) if self._drain_is_known(call.lane) else 0
+            call.expected_ms = self._predicted_wait(call, known) if known else -1
+        return call.expected_ms
 
     def _wait_told(self, call: Call) -> int:
         drain = self._likely_drain(call)
@@ -926,6 +950,32 @@ class Books:
         due = max(self.book.get(call.lane, 0), earliest) + call.blocks * DRAIN_WINDOW_MS // drain
         self.book[call.lane] = min(due, self.clock + APPOINTMENT_MAX_MS)
         return self.book[call.lane] - self.clock
+
+    # -- the forecast --------------------------------------------------------------------------------------------
+
+    def _foreseen_wait(self, call: Call) -> int | None:
+        """Milliseconds until this call starts, by the order played forward over the ends that owners foresee."""
+        waiting = [c for c in self.calls.values() if c.state == "queued"]
+        if self.opens_at or len(waiting) >= FORECAST_WAITING or self.rehearsed:
+            return None
+        if _flow(call) in self.parked or self._capped(call):
+            return None
+        if not self._waiting(*_flow(call)) and self._place(call):
+            return 0
+        self.rehearsed = True
+        ends, rehearsal = self._ends(), Rehearsal(self, call)
+        starts = next((end.due for end in ends[:FORECAST_PLAYED] if rehearsal.starts_at(end)), None)
+        return None if starts is None else (starts - self.clock) * (100 + FORECAST_MARGIN_PERCENT) // 100
+
+    def _ends(self) -> list[End]:
+        """Those that lie ahead, as far as every owner has told of them."""
+        owners = sorted(self.forecasts, key=lambda owner: (self.owners[owner], owner))
+        full = [
+            self.forecasts[owner][-1].due for owner in owners if len(self.forecasts[owner]) == FORECAST_ENDS
+        ]
+        ends = [end for owner in owners for end in self.forecasts[owner]]
+        ahead = [end for end in ends if self.clock < end.due <= min(full, default=end.due)]
+        return sorted(ahead, key=lambda end: end.due)
 
     # -- the operations ------------------------------------------------------------------------------------------
 
@@ -1417,8 +1467,15 @@ class Books:
         self._reserve(call, target)
         return ["declared"]
 
-    def _heartbeat(self, owner: str, count: int, total: int) -> Answer:
-        """Compare the owner's list with ours; a replayed batch has changed the set already and tells nothing."""
+    def _heartbeat(self, owner: str, count: int, total: int, ends: Sequence[Any]) -> Answer:
+        """Compare the owner's list with ours; a replayed batch has changed the set already and tells nothing.
+
+        `ends`: of its running calls the next, in order: milliseconds from now, replica, blocks...
+        """
+        due = zip(ends[::3], ends[1::3], ends[2::3], strict=True)
+        self.forecasts[owner] = tuple(End(self.clock + ms, replica, blocks) for ms, replica, blocks in due)
+        if not ends:
+            del self.forecasts[owner]
         ids = [int(c.id, 16) for c in self.calls.values() if c.owner == owner and c.state == "reserved"]
         same = self.replay or (count, total) == (len(ids), sum(ids) % DIGEST_MODULUS)
         return ["same" if same else "differs"]
@@ -1427,6 +1484,94 @@ class Books:
         self.sessions[owner].declared = self.epoch
         self._open_gate()
         return ["closed", self.opens_at - self.clock] if self.opens_at else ["open"]
+
+
+class Rehearsal:
+    """The queue with one call more, in which others start in thought, or leave in vain: as in the books, except that
+    only blocks, and no sequences or prefill, are given back, that no key reaches a cap, and that nobody comes."""
+
+    def __init__(self, books: Books, call: Call) -> None:
+        self._books = books
+        self._call = call
+        waiting = [c for c in books.calls.values() if c.state == "queued" and _flow(c) not in books.parked]
+        self._waiting = [*sorted(waiting, key=lambda c: c.arrival), call]
+        self._tags = {_flow(c): books.tags.get(_flow(c), 0) for c in waiting}
+        self._tags.setdefault(_flow(call), books._entry(_flow(call)))
+        self._owed = dict(books.owed)
+        self._credit = dict(books.credit)
+        self._free = {r.name: r.limit - r.used for r in books.replicas.values()}
+
+    def starts_at(self, end: End) -> bool:
+        """Whether the call starts when this end gives its blocks back."""
+        replica = self._books.replicas.get(end.replica)
+        if replica is None:
+            return False
+        self._free[replica.name] += end.blocks
+        self._waiting = [c for c in self._waiting if c is self._call or c.deadline > end.due]
+        while head := self._next(replica):
+            self._start(head, replica)
+            if head is self._call:
+                return True
+        return False
+
+    def _next(self, replica: Replica) -> Call | None:
+        """Who starts there now."""
+        for lane, pools in self._books._fleet.lanes:
+            for class_ in self._classes(lane) if replica.pool in pools else ():
+                for head in self._heads(lane, class_)[:LOOKAHEAD]:
+                    if self._fits(head, replica):
+                        return head
+        return None
+
+    def _heads(self, lane: str, class_: str) -> list[Call]:
+        heads: dict[str, Call] = {}
+        for call in self._waiting:
+            if (call.lane, call.class_) == (lane, class_):
+                heads.setdefault(call.key, call)
+        return sorted(heads.values(), key=lambda c: (self._tags[_flow(c)], c.key))
+
+    def _classes(self, lane: str) -> list[str]:
+        """In the order of their turns."""
+        favoured = self._favoured(lane)
+        found = [class_ for class_, _ in self._books._fleet.classes if self._heads(lane, class_)]
+        return sorted(found, key=lambda class_: class_ != favoured)
+
+    def _favoured(self, lane: str) -> str | None:
+        """The lowest class whose credit covers its head."""
+        for class_, share in reversed(self._books._fleet.classes):
+            heads = self._heads(lane, class_)
+            credit = self._credit.get((lane, class_), 0)
+            if share and heads and credit >= self._books._price(class_) * heads[0].blocks:
+                return class_
+        return None
+
+    def _fits(self, call: Call, replica: Replica) -> bool:
+        held_for = self._books.calls.get(replica.held_for)
+        return (
+            call.blocks <= self._free[replica.name]
+            and self._books._could_use(call, replica)
+            and (held_for is None or held_for is call or held_for not in self._waiting)
+        )
+
+    def _start(self, call: Call, replica: Replica) -> None:
+        if self._favoured(call.lane) == call.class_:
+            self._credit[call.lane, call.class_] -= self._books._price(call.class_) * call.blocks
+        self._waiting.remove(call)
+        self._free[replica.name] -= call.blocks
+        self._charge(call)
+        classes = self._books._fleet.classes
+        for class_, share in classes[[name for name, _ in classes].index(call.class_) + 1 :]:
+            if share and self._heads(call.lane, class_):
+                self._credit[call.lane, class_] = (
+                    self._credit.get((call.lane, class_), 0) + call.blocks * share
+                )
+
+    def _charge(self, call: Call) -> None:
+        units = _ceil(call.cost * TAG_SCALE, self._books._key(call.key).weight)
+        owed = self._owed.get(_flow(call), 0)
+        left = max(units - owed, min(units, 1))
+        self._tags[_flow(call)] += left
+        self._owed[_flow(call)] = owed - (units - left)
 
 
 def _holds(call: Call) -> bool:

@@ -265,7 +265,7 @@ class Keeper:
         self._beat_at = now + self._config().heartbeat_ms / 1000
         if not self._gate_open:
             self._declare()
-        return Op(self._ledger.digest(), self._on_heartbeat)
+        return Op(self._ledger.heartbeat(), self._on_heartbeat)
 
     def _on_heartbeat(self, result: Result) -> None:
         self._differs = self._differs or result[0] == "differs"

@@ -18,6 +18,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "key": ("weight", "blocks_max", "requests_max", "pool_share", "blocks", "calls", "quotas", "pools"),
     "flow": ("tag", "waiting", "blocks", "weight", "parked", "owed", "resume", "later", "returned"),
     "session": ("batch", "told", "declared", "count", "sum"),
+    "forecast": ("ends",),
     "once": ("id",),
     "line": ("virtual", "waiting", "blocks", "weights", "credit"),
     "lane": ("blocked", "book", "since"),

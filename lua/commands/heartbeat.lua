@@ -1,14 +1,26 @@
 --- @include "lib/owners"
 --- @include "lib/check"
--- H count sum: compare the owner's digest with ours.  A replayed batch has changed the set already and tells nothing.
+-- H count sum ends: compare the owner's digest with ours.  A replayed batch has changed the set already and tells
+-- nothing.  ends, of the owner's running calls the next that it foresees, in order: ms from now, replica, blocks...
 -- same | differs
 
 function heartbeat.check(op)
-  check.length(op, 3)
+  check.length(op, 4)
   check.integers(op, 2, 3, 0)
+  check.ends(op, 4)
 end
 
-function heartbeat.run(owner, count, sum)
+local function keep(owner, ends)
+  for i = 1, #ends, 3 do ends[i] = ends[i] + books.meta.clock end
+  if #ends > 0 then
+    rows.store(records.forecasts, owner, {ends = ends})
+  elseif rows.fetch(records.forecasts, owner) then
+    rows.erase(records.forecasts, owner)
+  end
+end
+
+function heartbeat.run(owner, count, sum, ends)
+  keep(owner, ends)
   local session = rows.fetch(records.sessions, owner)
   if books.replayed or (session.count == count and session.sum == sum) then return {'same'} end
   return {'differs'}

@@ -1,5 +1,6 @@
 --- @include "lib/flows"
 --- @include "lib/drain"
+--- @include "lib/forecast"
 -- When a waiting call may hope to start and a refused one should come back.
 local APPOINTMENT_MAX_MS, SHARE_SCALE = 60000, 1000
 
@@ -54,11 +55,15 @@ local function likely_drain(call)
   return math.max(rate, math.floor(used * call.blocks * drain.WINDOW_MS / (math.max(call.cost, 1) * 1000)))
 end
 
--- -1 while nobody can say.
-function appointments.expected_wait(call)
-  if not drain_is_known(call.lane) then return -1 end
-  local rate = lane_drain(call.lane)
+local function drained_wait(call)
+  local rate = drain_is_known(call.lane) and lane_drain(call.lane) or 0
   return rate > 0 and predicted_wait(call, rate) or -1
+end
+
+-- -1 while nobody can say; of one call the same in one script.
+function appointments.expected_wait(call)
+  call.expected_ms = call.expected_ms or forecast.wait(call) or drained_wait(call)
+  return call.expected_ms
 end
 
 function appointments.wait_told(call)

@@ -25,6 +25,7 @@ function books.begin(keys)
   books.replicas = records.replicas.known -- name -> row, all of them
   books.changed = {} -- scalars of the fleet that seldom change, as arguments of HSET
   books.work = WORK -- units left of what one script does: a grant, parking, hold or expiry is one
+  books.rehearsed = false -- this script has played the order forward
   books.waiting = 0 -- calls in the queue, of all lanes
   books.parked = nil -- flows that are parked, at most, where it is known
   books.places = 0 -- remembered
@@ -225,6 +226,7 @@ function books.write(wake_prefix)
   rows.write(records.flows)
   rows.write(records.keys)
   rows.write(records.sessions)
+  rows.write(records.forecasts)
   rows.write(records.once)
   zsets.write(zsets.OWNED, books.owned)
   zsets.write(zsets.OUTBOX, books.outbox)

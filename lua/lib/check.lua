@@ -1,6 +1,6 @@
 -- An op is checked whole before it writes anything: a number that is no integer within 2^53 must never reach the books.
 -- An argument of another type fails where it is compared; op[1] is the op's letter, argument i is op[i + 1].
-local INTEGER_MAX, QUOTA_BUCKETS = 9007199254740992, 6
+local INTEGER_MAX, QUOTA_BUCKETS, FORECAST_ENDS, FORECAST_REACH_MS = 9007199254740992, 6, 32, 3600000
 
 local function refuse(i, kind)
   error('argument ' .. i - 1 .. ' is not ' .. kind, 0)
@@ -51,6 +51,18 @@ end
 local function bucket(list, i)
   check.integers(list, i, i, 0)
   if list[i] >= QUOTA_BUCKETS then refuse(i, 'a bucket') end
+end
+
+-- Milliseconds, replica, blocks.
+function check.ends(op, i)
+  lists(op, i, 3)
+  if #op[i] > 3 * FORECAST_ENDS then refuse(i, 'a list so short') end
+  for k = 1, #op[i], 3 do
+    check.integers(op[i], k, k, 0)
+    if op[i][k] > FORECAST_REACH_MS then refuse(i, 'a list of what is so near') end
+    check.names(op[i], k + 1, k + 1)
+    check.integers(op[i], k + 2, k + 2, 1)
+  end
 end
 
 -- Bucket, microseconds, microseconds that it holds.

@@ -34,7 +34,7 @@ end
 
 -- Credit for a block that goes before its turn: all but what the block itself earns, so that a class with a share of
 -- 100 thousandths has a tenth of all blocks, not an eleventh.
-local function price(class)
+function order.price(class)
   return CREDIT_SCALE - books.config.shares[class]
 end
 
@@ -48,7 +48,7 @@ local function class_order(lane)
       local first = not favoured and all[i].share > 0 and row.credit > 0 and first_flows(lane, class)[1]
       if first then
         local _, head = head_of(lane, class, first)
-        if row.credit >= price(class) * head.blocks then favoured = class end
+        if row.credit >= order.price(class) * head.blocks then favoured = class end
       end
     end
   end
@@ -76,7 +76,7 @@ local function grant(id, call, replica, by_credit)
   books.work = books.work - 1
   if by_credit then
     local line = flows.line(call.lane, call.class)
-    line.credit = line.credit - price(call.class) * call.blocks
+    line.credit = line.credit - order.price(call.class) * call.blocks
     rows.store(records.lines, call.lane .. ':' .. call.class, line)
   end
   reserve.pay(call)

@@ -8,10 +8,15 @@ function owners.renew_lease(owner)
   redis.call('ZADD', zsets.OWNERS, books.meta.clock + books.config.lease_ms, owner)
 end
 
+local function forget(owner)
+  rows.erase(records.sessions, owner)
+  rows.erase(records.forecasts, owner)
+end
+
 -- Fence every owner whose lease is over and give a slice of their calls back; true = some are left.
 function owners.reap()
   local lost = redis.call('ZRANGEBYSCORE', zsets.OWNERS, '-inf', books.meta.clock)
-  for _, owner in ipairs(lost) do rows.erase(records.sessions, owner) end
+  for _, owner in ipairs(lost) do forget(owner) end
   local left = SLICE
   for _, owner in ipairs(lost) do
     local members = zsets.with_prefix(zsets.OWNED, owner, left + 1)

@@ -62,7 +62,8 @@ function queue.reorder(call, flow, tag)
 end
 
 -- The tag of a flow that begins to wait: behind nobody's, unless it took more than others lately.
-local function entry(call, flow, line)
+function queue.entry(call)
+  local flow, line = rows.fetch(records.flows, flows.name_of(call)), flows.line(call.lane, call.class)
   if flow.tag > line.virtual then return flow.tag end
   return math.min(line.virtual, flows.first_tag(call, line.virtual))
 end
@@ -82,7 +83,7 @@ function queue.join(id, call, returns)
   rows.store(records.calls, id, call)
   if flow.waiting > 0 and books.holds > 0 then unhold_behind(id, call, name) end
   if flow.waiting == 0 then
-    local tag = entry(call, flow, line)
+    local tag = queue.entry(call)
     flow.tag = returns and flow.resume >= 0 and math.min(tag, flow.resume) or tag
     if flow.tag < tag then flow.later, flow.returned = tag, books.meta.arrivals end
     flow.resume = -1

@@ -61,6 +61,15 @@ local kinds = {
       return row.batch, row.told, row.declared, row.count, row.sum
     end,
   },
+  forecasts = { -- of an owner: due, replica, blocks of the next ends of its calls, in order
+    key = 15, header = '\145',
+    read = function(_, ends)
+      return {ends = ends}
+    end,
+    write = function(row)
+      return row.ends
+    end,
+  },
   once = {
     key = 19, header = '\145',
     read = function(_, id)

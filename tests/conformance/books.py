@@ -11,7 +11,7 @@ from gateway.ledger.verify import Content, snapshot_of
 ZSETS = frozenset(
     ("queue", "order", "parked", "owners", "owned", "outbox", "deadlines", "backlog", "places", "place_ends")
 )
-READ = (*KEY_NAMES[:13], *KEY_NAMES[15:])
+READ = (*KEY_NAMES[:13], *KEY_NAMES[14:])
 """The keys that have a content."""
 
 

@@ -7,7 +7,16 @@ import pytest
 import redis
 
 from gateway.core.books import FleetConfig, ReplicaConfig
-from gateway.core.order import APPOINTMENT_MAX_MS, ASKED_BACK, DRAIN_WINDOW_MS
+from gateway.core.order import (
+    APPOINTMENT_MAX_MS,
+    ASKED_BACK,
+    DRAIN_WINDOW_MS,
+    FORECAST_ENDS,
+    FORECAST_MARGIN_PERCENT,
+    FORECAST_PLAYED,
+    FORECAST_WAITING,
+    LOOKAHEAD,
+)
 from tests.conformance.twin import Op, Twin
 
 OWNER = "o0"
@@ -16,11 +25,14 @@ PAUSE_MS = 500
 
 
 class Lane:
-    """One replica of BLOCKS blocks, and a clock that the test moves."""
+    """One replica of BLOCKS blocks, or more, and a clock that the test moves."""
 
-    def __init__(self, client: "redis.Redis[bytes]") -> None:
-        replica = ReplicaConfig("r0", "p", BLOCKS, BLOCKS, 50, 1000)
-        config = FleetConfig(6000, 1000, 100 * BLOCKS, (("a", ("p",)),), (("normal", 0),), (replica,))
+    def __init__(
+        self, client: "redis.Redis[bytes]", replicas: int = 1, overtake_blocks: int = 100 * BLOCKS
+    ) -> None:
+        each = tuple(ReplicaConfig(f"r{i}", "p", BLOCKS, BLOCKS, 50, 1000) for i in range(replicas))
+        classes = (("high", 0), ("normal", 200))
+        config = FleetConfig(6000, 1000, overtake_blocks, (("a", ("p",)),), classes, each)
         self.twin = Twin(client, config)
         self.now_ms = 1_000_000
         self._batches, self._ids = count(1), count(1)
@@ -46,15 +58,18 @@ class Lane:
         requests_max: int = -1,
         cost: int = 1,
         queue_max: int = 50,
+        class_: str = "normal",
+        blocks_max: int = -1,
+        exclude: tuple[str, ...] = (),
         standing: int = 0,
     ) -> Op:
         id_ = f"{next(self._ids):010x}"
-        limits = [1, -1, requests_max, -1, queue_max, 25]
+        limits = [1, blocks_max, requests_max, -1, queue_max, 25]
         return [
             "A",
             id_,
             key,
-            "normal",
+            class_,
             "a",
             blocks,
             1,
@@ -63,7 +78,7 @@ class Lane:
             wait_ms,
             *limits,
             [],
-            [],
+            list(exclude),
             [],
             "",
             "",
@@ -85,6 +100,17 @@ class Lane:
         reply = self.twin.step(self.now_ms, OWNER, next(self._batches), [])
         return bool(reply[0] == "epoch")
 
+    def foresee(self, *ends: tuple[int, str, int], owner: str = OWNER) -> None:
+        """The owner tells when its calls end: milliseconds from now, replica, blocks."""
+        flat = [item for end in ends for item in end]
+        self.twin.step(self.now_ms, owner, next(self._batches), [["H", 0, 0, flat]])
+
+    def predicted_ms(self, *ops: Op) -> int:
+        """Of the last of these, which gets a ticket."""
+        results, _ = self.step(*ops)
+        assert results[-1][0] == "ticket", results[-1]
+        return int(results[-1][2])
+
     def drain_slowly(self, blocks: int, key: str) -> None:
         """Calls come and go now and then, for longer than the drain is measured over."""
         for _ in range(3 * DRAIN_WINDOW_MS // (4 * PAUSE_MS)):
@@ -94,6 +120,10 @@ class Lane:
             self.wait(2 * PAUSE_MS)
             self.step(["S", call[1], -1, -1, [], ""])
             self.wait(2 * PAUSE_MS)
+
+
+def with_margin(ms: int) -> int:
+    return ms * (100 + FORECAST_MARGIN_PERCENT) // 100
 
 
 @pytest.fixture
@@ -106,10 +136,14 @@ def test_a_call_that_fits_now_is_not_refused_because_of_a_large_one_that_waits(l
     running, large = lane.admit(BLOCKS // 2, "k0"), lane.admit(BLOCKS // 2 + 10, "k1", wait_ms=3_600_000)
     lane.step(running, large)
     lane.drain_slowly(1, "k2")
-    small = lane.admit(10, "k3", wait_ms=5000)
-    results, granted = lane.step(small)
-    assert results[0][0] == "ticket", results
-    assert granted == [small[1]]
+    for ahead in (
+        [],
+        [lane.admit(BLOCKS, "k4", wait_ms=3_600_000)],
+    ):  # for whom the script looks ahead, but once
+        small = lane.admit(10, "k3", wait_ms=5000)
+        results, granted = lane.step(*ahead, small)
+        assert results[-1][0] == "ticket", results
+        assert small[1] in granted
 
 
 def test_calls_that_wait_for_their_own_keys_cap_do_not_tell_what_the_replicas_can_do(lane: Lane) -> None:
@@ -235,3 +269,191 @@ def test_a_question_is_refused_for_the_wait_of_the_smallest_call(lane: Lane) -> 
     questions = [lane.ask(least, BLOCKS, "k0", patient_ms) for least in (1, BLOCKS)]
     results, _ = lane.step(*questions)
     assert [result[0] for result in results] == ["open", "refused"]
+
+
+# -- foreseen by owners ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def full(lane: Lane) -> Lane:
+    """A replica on which ten calls of 10 blocks run, of one key each."""
+    results, _ = lane.step(*(lane.admit(BLOCKS // 10, f"running{i}") for i in range(10)))
+    assert {result[0] for result in results} == {"grant"}
+    return lane
+
+
+def test_a_call_starts_when_the_ends_ahead_have_made_room_for_it(full: Lane) -> None:
+    """Nobody has waited for long enough to know the drain."""
+    full.foresee((500, "r0", 10), (800, "r0", 10), (2000, "r0", 25))
+    assert full.predicted_ms(full.admit(20, "k0")) == with_margin(800)
+    assert full.predicted_ms(full.admit(20, "k1")) == with_margin(2000)
+    assert full.predicted_ms(full.admit(20, "k2")) == -1
+
+
+def test_room_on_two_replicas_is_no_room_for_one_call(store_client: "redis.Redis[bytes]") -> None:
+    lane = Lane(store_client, replicas=2)
+    lane.step(*(lane.admit(10, "running") for _ in range(20)))
+    lane.foresee((500, "r0", 10), (700, "r1", 10), (900, "r9", 20), (2000, "r1", 10))
+    assert lane.predicted_ms(lane.admit(20, "k0")) == with_margin(2000)
+
+
+def test_who_fits_now_past_others_that_do_not_is_foreseen_not_to_wait(full: Lane) -> None:
+    full.step(["S", f"{1:010x}", -1, -1, [], ""], full.admit(30, "k0"))
+    full.foresee((500, "r0", 10))
+    assert full.predicted_ms(full.admit(10, "k1")) == 0
+
+
+def test_who_fits_now_behind_one_of_its_flow_that_does_not_waits(full: Lane) -> None:
+    full.step(["S", f"{1:010x}", -1, -1, [], ""], full.admit(30, "k0"))
+    full.foresee((500, "r0", 10), (900, "r0", 20))
+    assert full.predicted_ms(full.admit(10, "k0")) == with_margin(900)
+
+
+def test_nobody_goes_where_a_replica_is_held_for_another_as_long_as_that_waits(
+    store_client: "redis.Redis[bytes]",
+) -> None:
+    lane = Lane(store_client, overtake_blocks=10)
+    lane.step(*(lane.admit(10, "running") for _ in range(10)))
+    large, small = lane.admit(30, "k0"), lane.admit(10, "k1")
+    lane.step(large, small)
+    _, granted = lane.step(["S", f"{1:010x}", -1, -1, [], ""])
+    assert granted == [small[1]]
+    assert lane.twin.books.replicas["r0"].held_for == large[1]
+    lane.foresee((500, "r0", 10), (800, "r0", 20), (1200, "r0", 10))
+    assert lane.predicted_ms(lane.admit(10, "k2")) == with_margin(1200)
+
+
+def test_nobody_goes_where_it_may_not(store_client: "redis.Redis[bytes]") -> None:
+    lane = Lane(store_client, replicas=2)
+    lane.step(*(lane.admit(10, "running") for _ in range(20)))
+    lane.foresee((500, "r0", 10), (700, "r1", 10))
+    assert lane.predicted_ms(lane.admit(10, "k0", exclude=("r0",))) == with_margin(700)
+
+
+def test_no_further_than_a_dispatch_looks(full: Lane) -> None:
+    full.step(*(full.admit(50, f"k{i}") for i in range(LOOKAHEAD)))
+    full.foresee((500, "r0", 10), (900, "r0", 40))
+    assert full.predicted_ms(full.admit(10, "z")) == -1
+
+
+def test_ends_that_should_have_been_are_not_counted_on(full: Lane) -> None:
+    full.foresee((500, "r0", 10), (1500, "r0", 10))
+    full.now_ms += 500
+    assert full.predicted_ms(full.admit(10, "k0")) == with_margin(1000)
+
+
+def test_all_owners_are_asked_and_who_told_only_its_next_ends_sets_the_horizon(full: Lane) -> None:
+    full.twin.hello(full.now_ms, "o1")
+    full.foresee(*((10 * i, "r0", 1) for i in range(1, FORECAST_ENDS + 1)), owner="o1")
+    full.foresee((200, "r0", 9), (10 * FORECAST_ENDS + 1, "r0", 60))
+    assert full.predicted_ms(full.admit(29, "k0")) == with_margin(200)
+    assert full.predicted_ms(full.admit(60, "k1")) == -1, "by then others may end, of which nobody has told"
+
+
+def test_the_ends_of_all_owners_go_by_their_time(full: Lane) -> None:
+    full.twin.hello(full.now_ms, "o1")
+    full.foresee((300, "r0", 5), (900, "r0", 5), owner="o1")
+    full.foresee((500, "r0", 5), (600, "r0", 5))
+    assert full.predicted_ms(full.admit(10, "k0")) == with_margin(500)
+
+
+def test_nothing_is_foreseen_behind_a_closed_gate(full: Lane) -> None:
+    full.foresee((5000, "r0", 10))
+    full.twin.restart_store()
+    assert full.epoch_told()
+    assert full.predicted_ms(full.admit(10, "k0")) == -1
+
+
+def test_a_fenced_owner_does_not_foresee(full: Lane) -> None:
+    full.twin.hello(full.now_ms, "o1")
+    full.foresee((9000, "r0", 10), owner="o1")
+    for _ in range(4):
+        full.wait(2000)
+    assert full.predicted_ms(full.admit(10, "k0")) == -1
+
+
+def test_an_owner_of_which_nothing_ends_says_so(full: Lane) -> None:
+    full.foresee((500, "r0", 10))
+    full.foresee()
+    assert full.predicted_ms(full.admit(10, "k0")) == -1
+
+
+def test_those_whose_time_is_over_before_their_turn_are_not_waited_for(full: Lane) -> None:
+    full.step(full.admit(10, "k0", wait_ms=1000), full.admit(10, "k0", wait_ms=3000))
+    full.foresee(*((ms, "r0", 10) for ms in (2000, 2500, 3000)))
+    assert full.predicted_ms(full.admit(10, "k0")) == with_margin(2500)
+
+
+def test_the_flows_take_turns_by_what_they_were_charged(full: Lane) -> None:
+    """The second key's first call goes before the third of the first key."""
+    full.step(*(full.admit(10, "k0", cost=1000) for _ in range(3)))
+    full.foresee(*((1000 * i, "r0", 10) for i in range(1, 6)))
+    assert full.predicted_ms(full.admit(10, "k1", cost=1500)) == with_margin(2000)
+    assert full.predicted_ms(full.admit(10, "k1", cost=1500)) == with_margin(4000)
+
+
+def test_who_was_charged_lately_enters_behind_the_others(lane: Lane) -> None:
+    lane.step(lane.admit(BLOCKS, "k1", cost=5000))
+    lane.step(*(lane.admit(10, "k0", cost=1000) for _ in range(2)))
+    lane.foresee(*((1000 * i, "r0", 10) for i in range(1, 6)))
+    assert lane.predicted_ms(lane.admit(10, "k1")) == with_margin(3000)
+
+
+def test_what_a_flow_is_owed_pays_for_its_next_calls(lane: Lane) -> None:
+    """A call of k0 took a hundredth of what it was charged, so its next ones cost nothing and go before one of k1."""
+    large = lane.admit(BLOCKS - 10, "k0", cost=20_000)
+    lane.step(large, lane.admit(10, "k1", cost=5000))
+    lane.step(*(lane.admit(BLOCKS, key, cost=1000) for key in ("k1", "k1", "k0", "k0", "k0")))
+    lane.step(["S", large[1], BLOCKS, 200, [], ""])
+    lane.foresee((1000, "r0", 10), *((1000 * i, "r0", BLOCKS) for i in range(2, 9)))
+    assert lane.predicted_ms(lane.admit(BLOCKS, "k1", cost=1000)) == with_margin(6000)
+
+
+def test_a_small_call_passes_those_that_do_not_fit(full: Lane) -> None:
+    full.step(full.admit(50, "k0"))
+    full.foresee(*((1000 * i, "r0", 10) for i in range(1, 9)))
+    assert full.predicted_ms(full.admit(10, "k1")) == with_margin(1000)
+
+
+def test_a_lower_class_goes_before_its_turn_when_it_has_the_credit(full: Lane) -> None:
+    """With a fifth of the blocks its call of 10 goes after 40 of the higher class."""
+    full.step(*(full.admit(10, "k0", class_="high") for _ in range(12)), full.admit(10, "k1"))
+    full.foresee(*((1000 * i, "r0", 10) for i in range(1, 15)))
+    assert full.predicted_ms(full.admit(10, "k1")) == with_margin(10_000)
+
+
+def test_who_waits_for_its_keys_cap_is_neither_foreseen_nor_waited_for(full: Lane) -> None:
+    full.foresee((1000, "r0", 10), (2000, "r0", 30))
+    assert full.predicted_ms(full.admit(10, "running0", blocks_max=15)) == -1, "the key is at its cap"
+    assert full.predicted_ms(full.admit(5, "running0", blocks_max=15)) == -1, "the flow is parked"
+    assert full.predicted_ms(full.admit(10, "running9")) == with_margin(1000)
+
+
+def test_where_many_wait_the_average_is_told(full: Lane) -> None:
+    full.step(*(full.admit(10, f"k{i % 2}") for i in range(FORECAST_WAITING - 1)))
+    full.foresee((1000, "r0", BLOCKS), (2000, "r0", BLOCKS), (3000, "r0", BLOCKS), (4000, "r0", BLOCKS))
+    assert full.predicted_ms(full.admit(10, "k2")) == with_margin(1000)
+    assert full.predicted_ms(full.admit(10, "k3")) == -1
+
+
+def test_one_script_plays_once_and_no_more_than_so_many_ends(full: Lane) -> None:
+    full.twin.hello(full.now_ms, "o1")
+    full.twin.hello(full.now_ms, "o2")
+    for owner in ("o1", "o2", OWNER):
+        full.foresee(*((100 * i, "r0", 1) for i in range(1, FORECAST_ENDS + 1)), owner=owner)
+    waits_ms = [100 * (size // 3) for size in (FORECAST_PLAYED - 1, FORECAST_PLAYED + 2)]
+    assert full.predicted_ms(full.admit(FORECAST_PLAYED - 1, "k0", wait_ms=waits_ms[0] * 2)) == with_margin(
+        waits_ms[0]
+    )
+    full.step(["S", "000000000b", -1, -1, [], ""])
+    assert full.predicted_ms(full.admit(FORECAST_PLAYED + 1, "k1")) == -1
+    results, _ = full.step(full.admit(3, "k2"), full.admit(3, "k3"))
+    assert [result[2] for result in results] == [with_margin(100), -1]
+
+
+def test_who_is_foreseen_to_wait_in_vain_is_refused(full: Lane) -> None:
+    """Like one of those ahead it would have left by then."""
+    full.step(full.admit(10, "k0"), full.admit(10, "k0", wait_ms=3000))
+    full.foresee((1000, "r0", 10), (5000, "r0", 10))
+    results, _ = full.step(full.admit(10, "k1", wait_ms=4000))
+    assert results[0][:4] == ["refused", "predicted_wait", "wait_ms", with_margin(5000)]

@@ -12,6 +12,8 @@ from gateway.core.books import Books, Call, FleetConfig, Key, ReplicaConfig
 from gateway.core.order import (
     ASKED_BACK,
     DIGEST_MODULUS,
+    FORECAST_ENDS,
+    FORECAST_REACH_MS,
     ID_BITS,
     LOOKAHEAD,
     PLACE_ONLY,
@@ -398,10 +400,24 @@ def declarations(draw: DrawFn, world: World, owner: str) -> list[Op]:
 
 @st.composite
 def heartbeats(draw: DrawFn, world: World, owner: str) -> list[Op]:
-    """With the right digest, or with one call too many; perhaps "all is declared"."""
+    """With the right digest, or with one call too many; perhaps "all is declared"; and the ends that it foresees."""
     mine = [int(c.id, 16) for c in world.calls(owner, "reserved")]
     off, declared = draw(st.sampled_from(((0, False), (0, True), (1, False))))
-    return [["H", len(mine) + off, sum(mine) % DIGEST_MODULUS], *([["Y"]] if declared else [])]
+    ends = draw(forecasts(world, owner))
+    return [["H", len(mine) + off, sum(mine) % DIGEST_MODULUS, ends], *([["Y"]] if declared else [])]
+
+
+@st.composite
+def forecasts(draw: DrawFn, world: World, owner: str) -> list[Any]:
+    """Of running calls when they end; of a long list only the next ends, and at times what nobody runs."""
+    held = world.calls(owner, "reserved", "unclaimed")
+    each = draw(st.sampled_from(((1, 100, 1500), (100, 7000), (0, 1))))
+    runs = [(draw(st.sampled_from(each)) * i, c.replica, c.blocks) for i, c in enumerate(held[:6], 1)]
+    more = st.sampled_from(
+        ((), ((900, "r0", world.limit // 2),), ((900, "r9", 1),), ((50, "r1", 1),) * FORECAST_ENDS)
+    )
+    ends = sorted([*runs, *draw(more)])[:FORECAST_ENDS]
+    return [item for end in ends for item in end]
 
 
 MALFORMED: tuple[Op, ...] = (
@@ -439,7 +455,11 @@ MALFORMED: tuple[Op, ...] = (
     ],
     ["Z", "00000000aa", 0],
     ["Z", "00000000aa", 1.5],
-    ["H", 2**53, 0],
+    ["H", 2**53, 0, []],
+    ["H", 0, 0, [1, "r0"]],
+    ["H", 0, 0, [-1, "r0", 1]],
+    ["H", 0, 0, [FORECAST_REACH_MS + 1, "r0", 1]],
+    ["H", 0, 0, [1, "r0", 1] * (FORECAST_ENDS + 1)],
     ["K", "00000000aa", "more"],
     ["M", "00000000aa", ["r:0"]],
 )

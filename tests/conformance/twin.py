@@ -135,6 +135,7 @@ def lua_content(content: Content) -> dict[str, Any]:
             for name in ("queue", "order", "parked", "owned", "outbox", "backlog", "places")
         },
         **{name: _scores(content, name) for name in ("owners", "deadlines", "place_ends")},
+        "forecast": {_text(k): decode_record("forecast", v)["ends"] for k, v in content["forecast"].items()},
         "once": {_text(k): decode_record("once", v)["id"] for k, v in content["once"].items()},
     }
 
@@ -233,6 +234,10 @@ def spec_content(books: Books) -> dict[str, Any]:
         "deadlines": {c.id: c.deadline for c in queued},
         "places": sorted(place.member for place in books.places),
         "place_ends": {place.member: place.end for place in books.places},
+        "forecast": {
+            owner: [item for end in ends for item in (end.due, end.replica, end.blocks)]
+            for owner, ends in books.forecasts.items()
+        },
         "once": {c.once: c.id for c in books.calls.values() if c.once},
     }
 

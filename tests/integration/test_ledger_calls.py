@@ -12,6 +12,8 @@ import redis
 
 from gateway.core import quota
 from gateway.core.events import StoreUp
+from gateway.core.forecast import KNOWN_MIN, Course
+from gateway.core.order import FORECAST_MARGIN_PERCENT
 from gateway.core.outcomes import Code, Refusal
 from gateway.core.quota import Quota, Units
 from gateway.ledger.api import Grant
@@ -600,3 +602,33 @@ async def test_a_ledger_that_was_not_needed_for_long_has_not_missed_its_store(pa
         await asyncio.sleep(0)
         (await m.reserve(10)).settle(None, None)
         await eventually(w.empty)
+
+
+async def test_a_waiting_call_is_told_when_a_stream_of_another_process_is_foreseen_to_end(path):
+    """Eight went to their limits before it, and half of its own took 5 s: so does the other half."""
+    async with world(path, 100) as w:
+        busy, other = await w.join(), await w.join()
+        limit, now = 1000, busy.ledger.now()
+        for _ in range(KNOWN_MIN):
+            ended = await busy.reserve(100, tokens_max=limit, course=lambda: Course(limit, now - 10, now))
+            ended.settle(100, 100)
+        await busy.reserve(100, tokens_max=limit, course=lambda: Course(limit // 2, now - 5, now))
+        await eventually(lambda: w.store.hlen(w.key("forecast")) == 1)
+        ask = other.open(10, wait_ms=60_000)
+        waiting = asyncio.create_task(ask.granted())
+        await eventually(lambda: ask.queued)
+        most_ms, passed_ms = 500 * 5000 / 499, 1000 * (other.ledger.now() - now)
+        told_ms = ask._predicted_ms * 100 / (100 + FORECAST_MARGIN_PERCENT)
+        assert most_ms - passed_ms - 5 < told_ms <= most_ms + 1
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        ask.settle(None, None)
+
+
+async def test_what_cannot_be_foreseen_is_not_told(path):
+    async with world(path, 100) as w:
+        m = await w.join()
+        for _ in range(KNOWN_MIN):
+            (await m.reserve(10)).settle(10, 10)
+        await m.reserve(10)
+        assert m.ledger.heartbeat() == [*m.ledger.digest(), []]

@@ -35,6 +35,11 @@ def constant(name: str) -> int:
         ("TAG_SCALE", order.TAG_SCALE),
         ("CREDIT_SCALE", order.CREDIT_SCALE),
         ("DIGEST_MODULUS", order.DIGEST_MODULUS),
+        ("FORECAST_ENDS", order.FORECAST_ENDS),
+        ("FORECAST_REACH_MS", order.FORECAST_REACH_MS),
+        ("FORECAST_WAITING", order.FORECAST_WAITING),
+        ("FORECAST_MARGIN_PERCENT", order.FORECAST_MARGIN_PERCENT),
+        ("FORECAST_PLAYED", order.FORECAST_PLAYED),
         ("APPOINTMENT_MAX_MS", order.APPOINTMENT_MAX_MS),
         ("DRAIN_WINDOW_MS", order.DRAIN_WINDOW_MS),
         ("DRAIN_SETTLING_MS", order.DRAIN_SETTLING_MS),
@@ -61,6 +66,7 @@ KINDS = {
     "lane": "lanes",
     "once": "once",
     "drain": "drains",
+    "forecast": "forecasts",
 }
 """Python's name of a record and Lua's of all of its kind."""
 
