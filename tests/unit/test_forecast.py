@@ -1,12 +1,23 @@
 """When running calls are expected to end, from how far those before them went."""
 
 import random
+from itertools import count
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.core.forecast import KEPT, KNOWN_MIN, PACED_EVENTS_MIN, Course, Ends, Forecast, Run, unseen
+from gateway.core.forecast import (
+    KEPT,
+    KNOWN_MIN,
+    PACED_EVENTS_MIN,
+    RUNS_MAX,
+    Course,
+    Ends,
+    Forecast,
+    Run,
+    unseen,
+)
 from gateway.core.order import FORECAST_ENDS
 
 LIMIT = 1000
@@ -104,6 +115,16 @@ def test_the_next_ends_are_told_in_order_and_no_more_than_so_many() -> None:
     told = forecast.next_ends(runs, 100.0)
     assert told[::3] == [4250 + 250 * i for i in range(FORECAST_ENDS)]
     assert told[:3] == [20_000 - 250 * 63, "r0", 64]
+
+
+def test_no_more_than_so_many_calls_are_looked_at() -> None:
+    forecast = Forecast()
+    for _ in range(KNOWN_MIN):
+        forecast.ended(silent(0.0), 20.0)
+    numbers = count()
+    runs = (silent(0.0, blocks=next(numbers)) for _ in range(2 * RUNS_MAX))
+    assert len(forecast.next_ends(runs, 10.0)) == 3 * FORECAST_ENDS
+    assert next(numbers) == RUNS_MAX
 
 
 def test_what_is_more_than_an_hour_away_is_not_told() -> None:
