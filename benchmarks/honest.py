@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stage import Fleet, Gateway, Pool, fleet, gateway, load
+from stage import Bound, Fleet, Gateway, Pool, all_hold, fleet, gateway, kept_up, load
 
 from gateway.loadtest import scenario
 
@@ -52,13 +52,6 @@ REFUSALS_MIN = 50
 """Fewer would say nothing."""
 
 Report = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Bound:
-    what: str
-    found: str
-    holds: bool
 
 
 # -- flood ------------------------------------------------------------------------------------------------------------
@@ -173,11 +166,6 @@ def play(
     return load(name, folder / label, label, *watched, *options, gate=gate)
 
 
-def kept_up(run: Report) -> Bound:
-    holds = bool(run["figures"]["generator"]["kept_up"])
-    return Bound(f"the load generator kept up: {run['label']}", "yes" if holds else "no", holds)
-
-
 def listed(values: Sequence[float]) -> str:
     return ", ".join(f"{value:g}" for value in values)
 
@@ -203,11 +191,7 @@ def main() -> int:
     parsed = parser.parse_args()
     folder: Path = parsed.report
     folder.mkdir(parents=True, exist_ok=True)
-    found = list(measure(folder, parsed.short))
-    print("\nBOUNDS")
-    for bound in found:
-        print(f"  {'ok ' if bound.holds else 'NO '} {bound.what}: {bound.found}")
-    return 0 if parsed.short or all(bound.holds for bound in found) else 1
+    return 0 if all_hold(measure(folder, parsed.short)) or parsed.short else 1
 
 
 if __name__ == "__main__":

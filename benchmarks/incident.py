@@ -11,11 +11,10 @@ import argparse
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stage import KVGATE, Fleet, Pool, fleet, gateway, load
+from stage import KVGATE, Bound, Fleet, Pool, all_hold, fleet, gateway, kept_up, load
 
 POOLS = (Pool("short", 2, max_prompt_tokens=2048), Pool("long", 2))
 ENGINE = (
@@ -40,13 +39,6 @@ SETTINGS: dict[str, Any] = {
 }
 
 Report = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Bound:
-    what: str
-    found: str
-    holds: bool
 
 
 def run_idle(folder: Path, options: list[str]) -> Report:
@@ -75,8 +67,7 @@ def bounds(
     idle_ms = idle["figures"]["gap_ms"]["p99"]
     bare_ms, gated_ms = (run["figures"]["gap_corrected_ms"]["p99"] for run in (bare, gated))
     for run in (idle, bare, limits, gated, *surges):
-        kept_up = run["figures"]["generator"]["kept_up"]
-        yield Bound(f"the load generator kept up: {run['label']}", "yes" if kept_up else "no", kept_up)
+        yield kept_up(run)
     preemptions = bare["figures"]["engines"]["preemptions"]
     yield Bound("no gateway: preemptions over 100", f"{preemptions:.0f}", preemptions > 100)
     ratio = bare_ms / idle_ms
@@ -129,11 +120,7 @@ def main() -> int:
     files = [str(folder / run["label"] / "report.json") for run in runs]
     picture = ["--picture", str(parsed.svg)] if parsed.svg else []
     subprocess.run([*KVGATE, "loadtest", "--compare", *files, "--report", str(folder), *picture], check=True)
-    print("\nBOUNDS")
-    found = list(bounds(idle, *runs, surges))
-    for bound in found:
-        print(f"  {'ok ' if bound.holds else 'NO '} {bound.what}: {bound.found}")
-    return 0 if parsed.short or all(bound.holds for bound in found) else 1
+    return 0 if all_hold(bounds(idle, *runs, surges)) or parsed.short else 1
 
 
 if __name__ == "__main__":

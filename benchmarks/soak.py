@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import redis
-from stage import Gateway, Pool, fleet, gateway, load
+from stage import Bound, Gateway, Pool, all_hold, fleet, gateway, load
 
 from gateway.ledger.embedded import EmbeddedStore
 
@@ -82,7 +82,7 @@ def rounds(minutes: float, folder: Path) -> Iterator[Round]:
         store.stop()
 
 
-def bounds(found: Sequence[Round]) -> Iterator[tuple[str, str, bool]]:
+def bounds(found: Sequence[Round]) -> Iterator[Bound]:
     third = max(1, (len(found) - 1) // 3)
     early, late = found[1 : 1 + third], found[-third:]
 
@@ -97,11 +97,13 @@ def bounds(found: Sequence[Round]) -> Iterator[tuple[str, str, bool]]:
         ("inter-token p99, ms", lambda r: r.gap_p99_ms, 1.15, 0.0),
     ):
         before, after = both(value)
-        yield f"{what} stays flat", f"{before:.1f} -> {after:.1f}", after <= before * factor + slack
+        yield Bound(f"{what} stays flat", f"{before:.1f} -> {after:.1f}", after <= before * factor + slack)
     leaked = sum(r.leaked for r in found)
-    yield "leaked 0 after every minute", f"{leaked:.0f}", leaked == 0
+    yield Bound("leaked 0 after every minute", f"{leaked:.0f}", leaked == 0)
     worked = all(r.answered and r.refused for r in found)
-    yield "every minute answered and refused calls", f"{sum(r.answered for r in found)} answered", worked
+    yield Bound(
+        "every minute answered and refused calls", f"{sum(r.answered for r in found)} answered", worked
+    )
 
 
 def main() -> int:
@@ -117,11 +119,7 @@ def main() -> int:
     (options.report / "rounds.json").write_text(json.dumps([asdict(one) for one in found], indent=1))
     if len(found) < ROUNDS_MIN:
         raise SystemExit(f"{len(found)} rounds show nothing, {ROUNDS_MIN} are needed: use more --minutes")
-    print("\nBOUNDS")
-    checked = list(bounds(found))
-    for what, figure, holds in checked:
-        print(f"  {'ok ' if holds else 'NO '} {what}: {figure}")
-    return 0 if all(holds for _, _, holds in checked) else 1
+    return 0 if all_hold(bounds(found)) else 1
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,13 @@ ADMIN_TOKEN = "benchmark"
 NOTHING_ADMITTED = 1
 """Exit status of a load test of which every call was refused."""
 KVGATE = (sys.executable, "-m", "gateway")
+
+
+@dataclass(frozen=True)
+class Bound:
+    what: str
+    found: str
+    holds: bool
 
 
 @dataclass(frozen=True)
@@ -147,6 +154,21 @@ def started(command: str, *options: str, stdout: int | None = None) -> Iterator[
             process.wait()
         if process.stdout is not None:
             process.stdout.close()
+
+
+def kept_up(run: Mapping[str, Any]) -> Bound:
+    """The load generator itself did; `run` is a report of `load`."""
+    holds = bool(run["figures"]["generator"]["kept_up"])
+    return Bound(f"the load generator kept up: {run['label']}", "yes" if holds else "no", holds)
+
+
+def all_hold(bounds: Iterable[Bound]) -> bool:
+    """Print them."""
+    found = list(bounds)
+    print("\nBOUNDS")
+    for bound in found:
+        print(f"  {'ok ' if bound.holds else 'NO '} {bound.what}: {bound.found}")
+    return all(bound.holds for bound in found)
 
 
 def _until_ready(url: str) -> None:
