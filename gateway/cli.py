@@ -60,6 +60,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--listen-fd", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--workers-folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--embedded-store", help=argparse.SUPPRESS)
     parser.set_defaults(run=_serve)
 
 
@@ -148,7 +149,10 @@ def _serve(parsed: argparse.Namespace) -> int:
     secrets = load_secrets(settings, os.environ)
     if parsed.listen_fd is not None:
         place = Place(parsed.workers_folder, parsed.worker, parsed.workers)
-        return serve_inherited(parsed.config, settings, secrets, parsed.listen_fd, place, os.environ)
+        store_url = parsed.embedded_store
+        return serve_inherited(
+            parsed.config, settings, secrets, parsed.listen_fd, place, store_url, os.environ
+        )
     return serve(parsed.config, settings, secrets, parsed.host, parsed.port, parsed.workers, os.environ)
 
 
@@ -205,7 +209,7 @@ def _verify(parsed: argparse.Namespace) -> int:
 
 def _books_to_verify(parsed: argparse.Namespace) -> tuple[str, Sequence[str]]:
     """The store's URL and the names of the fleets."""
-    from gateway.config import ConfigError, load
+    from gateway.config import EMBEDDED, ConfigError, load
     from gateway.core.quota import ALL_FLEETS
 
     if parsed.store is not None:
@@ -213,7 +217,7 @@ def _books_to_verify(parsed: argparse.Namespace) -> tuple[str, Sequence[str]]:
             raise ConfigError("--store", "needs --fleet, the name of the fleet")
         return parsed.store, [parsed.fleet]
     settings = load(parsed.config, os.environ)
-    if settings.store.url == "embedded":
+    if settings.store.url == EMBEDDED:
         raise ConfigError("store.url", "an embedded store is reached by --store unix://... and --fleet only")
     names = [*(fleet.name for fleet in settings.fleets), ALL_FLEETS]
     if parsed.fleet is None:

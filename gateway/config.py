@@ -26,6 +26,8 @@ from gateway.core.outcomes import OperatorError
 
 INT_MAX = 2**31 - 1
 NAME_LENGTH_MAX = 40
+EMBEDDED = "embedded"
+"""A `store.url`: a Valkey that the gateway starts and ends itself."""
 SERVERS_MAX = 16
 """Sentinels, or nodes of a cluster, that `store.url` may name."""
 
@@ -63,7 +65,7 @@ class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Store(_Strict, frozen=True, kw_only=True):
-    url: str = "embedded"
+    url: str = EMBEDDED
     """Once loaded it carries `ca_file`, so that whoever has the URL can connect."""
     ca_file: Annotated[str, Meta(min_length=1)] | None = None
     """Absolute once loaded."""
@@ -793,7 +795,7 @@ def _port(url: SplitResult) -> int:
 
 def _check(settings: Settings) -> None:
     _check_store(settings.store)
-    if settings.auth.keys_in_store and settings.store.url == "embedded":
+    if settings.auth.keys_in_store and settings.store.url == EMBEDDED:
         raise ConfigError(
             "auth.keys_in_store", "an embedded store forgets them when it ends: use auth.keys_file"
         )
@@ -878,7 +880,7 @@ def _check_store(store: Store) -> None:
 
 def _check_store_url(text: str) -> None:
     path = "store.url"
-    if text == "embedded":
+    if text == EMBEDDED:
         return
     grammar = text.partition("://")[0]
     if grammar in _SERVERS_PATH:

@@ -21,7 +21,7 @@ import uvloop
 from msgspec.structs import replace
 
 from gateway.app import Gateway, Source
-from gateway.config import Secrets, Settings, load, load_secrets
+from gateway.config import EMBEDDED, Secrets, Settings, load, load_secrets
 from gateway.core.outcomes import OperatorError
 from gateway.http.auth import new_key
 from gateway.http.protocol import ProxyProtocol
@@ -121,8 +121,9 @@ def serve(
     """Serve until SIGTERM or SIGINT.  Raises OSError where the port is taken, and what a wrong start raises."""
     with _listen(host, port) as listener, _store(settings) as store:
         if workers == 1:
-            source = _source(config, environ, store)
-            return _run_worker(_with_store(settings, store), secrets, listener, store, source)
+            url = store.url if store else None
+            source = _source(config, environ, url)
+            return _run_worker(_with_store(settings, url), secrets, listener, store, source)
         with workers_folder() as folder, asyncio.Runner() as runner:
             places = [Place(Path(folder), number, workers) for number in range(workers)]
             return runner.run(_supervise(config, store, listener, places, environ))
@@ -134,11 +135,13 @@ def serve_inherited(
     secrets: Secrets,
     descriptor: int,
     place: Place,
+    store_url: str | None,
     environ: Mapping[str, str],
 ) -> int:
-    """One of several workers: the listening socket and the folder of its place are its parent's."""
+    """One of several workers: the listening socket, the folder of its place and the embedded store are its parent's."""
     listener = socket.socket(fileno=descriptor)
-    return _run_worker(settings, secrets, listener, None, _source(config, environ, None), place=place)
+    source = _source(config, environ, store_url)
+    return _run_worker(_with_store(settings, store_url), secrets, listener, None, source, place=place)
 
 
 def serve_demo(host: str, port: int, environ: Mapping[str, str]) -> int:
@@ -158,8 +161,9 @@ def serve_demo(host: str, port: int, environ: Mapping[str, str]) -> int:
         secrets = load_secrets(settings, {**own, settings.admin.token_env: token})
         with _store(settings) as store:
             ready_line = _demo_ready_line(listener, key, token)
-            source = _source(config, own, store)
-            return _run_worker(_with_store(settings, store), secrets, listener, store, source, ready_line)
+            url = store.url if store else None
+            source = _source(config, own, url)
+            return _run_worker(_with_store(settings, url), secrets, listener, store, source, ready_line)
 
 
 def _run_worker(
@@ -224,7 +228,7 @@ def _listen(host: str, port: int) -> socket.socket:
 @contextmanager
 def _store(settings: Settings) -> Iterator[EmbeddedStore | None]:
     """The embedded store while it is needed; None where the settings name another one."""
-    if settings.store.url != "embedded":
+    if settings.store.url != EMBEDDED:
         yield None
         return
     store = EmbeddedStore()
@@ -235,14 +239,15 @@ def _store(settings: Settings) -> Iterator[EmbeddedStore | None]:
         store.stop()
 
 
-def _source(config: Path, environ: Mapping[str, str], store: EmbeddedStore | None) -> Source:
-    return Source(config, lambda: _with_store(load(config, environ), store))
+def _source(config: Path, environ: Mapping[str, str], store_url: str | None) -> Source:
+    return Source(config, lambda: _with_store(load(config, environ), store_url))
 
 
-def _with_store(settings: Settings, store: EmbeddedStore | None) -> Settings:
-    if store is None:
+def _with_store(settings: Settings, store_url: str | None) -> Settings:
+    """`store_url` is the running embedded store's; another one that the settings name by now is a change of theirs."""
+    if store_url is None or settings.store.url != EMBEDDED:
         return settings
-    return replace(settings, store=replace(settings.store, url=store.url))
+    return replace(settings, store=replace(settings.store, url=store_url))
 
 
 # -- several workers ---------------------------------------------------------------------------------------------
@@ -263,9 +268,10 @@ async def _supervise(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, tell)
-    own = {**environ, **({"KVGATE_STORE__URL": store.url} if store else {})}
+    store_url = store.url if store else None
+    commands = [_worker_command(config, listener.fileno(), place, store_url) for place in places]
     tasks = [
-        loop.create_task(_keep_worker(config, listener, place, own, told, told_again)) for place in places
+        loop.create_task(_keep_worker(command, listener, environ, told, told_again)) for command in commands
     ]
     supervisor = loop.create_task(store.supervise()) if store else None
     await asyncio.gather(*tasks)
@@ -275,10 +281,9 @@ async def _supervise(
 
 
 async def _keep_worker(
-    config: Path,
+    command: Sequence[str],
     listener: socket.socket,
-    place: Place,
-    environ: dict[str, str],
+    environ: Mapping[str, str],
     told: asyncio.Event,
     told_again: asyncio.Event,
 ) -> None:
@@ -287,7 +292,6 @@ async def _keep_worker(
     It has a session of its own: a terminal sends its interrupt to us alone, and the worker hears it once.
     """
     descriptor = listener.fileno()
-    command = _worker_command(config, descriptor, place)
     while not told.is_set():
         worker = await asyncio.create_subprocess_exec(
             *command, env=environ, pass_fds=(descriptor,), preexec_fn=die_with_parent, start_new_session=True
@@ -304,11 +308,12 @@ async def _keep_worker(
             await asyncio.sleep(RESTART_SECONDS)
 
 
-def _worker_command(config: Path, descriptor: int, place: Place) -> list[str]:
-    return [
+def _worker_command(config: Path, descriptor: int, place: Place, store_url: str | None) -> list[str]:
+    command = [
         sys.executable, "-m", "gateway", "serve", "--config", str(config), "--listen-fd", str(descriptor),
         "--workers", str(place.count), "--worker", str(place.number), "--workers-folder", str(place.folder),
     ]  # fmt: skip
+    return [*command, "--embedded-store", store_url] if store_url else command
 
 
 async def _first(stop: asyncio.Event, ended: asyncio.Task[int]) -> bool:

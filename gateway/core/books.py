@@ -1488,7 +1488,7 @@ class Books:
 
 class Rehearsal:
     """The queue with one call more, in which others start in thought, or leave in vain: as in the books, except that
-    only blocks, and no sequences or prefill, are given back, that no key reaches a cap, and that nobody comes."""
+    no prefill is given back, that no key reaches a cap, and that nobody comes."""
 
     def __init__(self, books: Books, call: Call) -> None:
         self._books = books
@@ -1500,13 +1500,16 @@ class Rehearsal:
         self._owed = dict(books.owed)
         self._credit = dict(books.credit)
         self._free = {r.name: r.limit - r.used for r in books.replicas.values()}
+        self._seats = {r.name: r.sequences_max - r.sequences for r in books.replicas.values()}
 
     def starts_at(self, end: End) -> bool:
-        """Whether the call starts when this end gives its blocks back."""
+        """Whether the call starts when this end gives its blocks back, and one sequence: owners do not tell how many,
+        and few calls have more."""
         replica = self._books.replicas.get(end.replica)
         if replica is None:
             return False
         self._free[replica.name] += end.blocks
+        self._seats[replica.name] += 1
         self._waiting = [c for c in self._waiting if c is self._call or c.deadline > end.due]
         while head := self._next(replica):
             self._start(head, replica)
@@ -1549,6 +1552,7 @@ class Rehearsal:
         held_for = self._books.calls.get(replica.held_for)
         return (
             call.blocks <= self._free[replica.name]
+            and call.sequences <= self._seats[replica.name]
             and self._books._could_use(call, replica)
             and (held_for is None or held_for is call or held_for not in self._waiting)
         )
@@ -1558,6 +1562,7 @@ class Rehearsal:
             self._credit[call.lane, call.class_] -= self._books._price(call.class_) * call.blocks
         self._waiting.remove(call)
         self._free[replica.name] -= call.blocks
+        self._seats[replica.name] -= call.sequences
         self._charge(call)
         classes = self._books._fleet.classes
         for class_, share in classes[[name for name, _ in classes].index(call.class_) + 1 :]:

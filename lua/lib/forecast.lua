@@ -2,8 +2,8 @@
 --- @include "lib/queue"
 --- @include "lib/order"
 -- When a call that has to wait gets its place: the order played forward over the ends of running calls that owners
--- foresee.  Others start, or leave in vain, as in the books, except that only blocks are given back, that no key reaches
--- a cap, and that nobody comes.
+-- foresee.  Others start, or leave in vain, as in the books, except that no prefill is given back, that no key reaches a
+-- cap, and that nobody comes.
 local LOOKAHEAD, TAG_SCALE = 8, 64
 local FORECAST_ENDS, FORECAST_WAITING, FORECAST_MARGIN_PERCENT = 32, 32, 15
 local FORECAST_PLAYED, PLACES_MAX = 64, 65536
@@ -79,8 +79,8 @@ local function line_of(lane, class, waiting)
   return line
 end
 
--- The queue with one call more.  lanes: lane -> the lines of its classes, highest first; free: blocks on replicas where
--- some came back; gone: ids of calls that wait no more; least: blocks of the smallest call; soonest: the first deadline.
+-- The queue with one call more.  lanes: lane -> the lines of its classes, highest first; free, seats: blocks and sequences
+-- on replicas where some came back; gone: ids of calls that wait no more; least: blocks of the smallest call; soonest: the first deadline.
 local function rehearsal_with(call)
   local waiting, least, soonest = waiting_flows()
   local name, lanes = flows.name_of(call), {}
@@ -90,7 +90,7 @@ local function rehearsal_with(call)
     lanes[lane] = {}
     for i, class in ipairs(books.config.classes) do lanes[lane][i] = line_of(lane, class, waiting) end
   end
-  return {lanes = lanes, free = {}, gone = {}, least = math.min(least, call.blocks), soonest = soonest}
+  return {lanes = lanes, free = {}, seats = {}, gone = {}, least = math.min(least, call.blocks), soonest = soonest}
 end
 
 -- One of its calls does not wait any more; nor does the flow, if that was the last.
@@ -115,7 +115,7 @@ end
 
 local function fits(id, call, replica, play)
   local held_for = replica.held_for
-  return call.blocks <= play.free[replica.name] and (held_for == '' or held_for == id or play.gone[held_for])
+  return call.blocks <= play.free[replica.name] and call.sequences <= play.seats[replica.name] and (held_for == '' or held_for == id or play.gone[held_for])
     and placement.could_use(call, replica)
 end
 
@@ -160,6 +160,7 @@ local function start_next(replica, play)
   local call = flow.calls[1]
   local units = books.ceil_div(call.cost * TAG_SCALE, rows.fetch(records.keys, call.key).weight)
   play.free[replica.name] = play.free[replica.name] - call.blocks
+  play.seats[replica.name] = play.seats[replica.name] - call.sequences
   flow.tag = flow.tag + flows.after_owed(flow, units)
   take(play, line, flow, 1)
   table.sort(line.flows, by_turn)
@@ -181,11 +182,13 @@ local function expire(call, due, play)
   end
 end
 
--- Whether the call starts when so many blocks come back on the replica then.
+-- Whether the call starts when so many blocks come back on the replica then, and one sequence: owners do not tell how
+-- many, and few calls have more.
 local function starts_at(call, due, replica, blocks, play)
   if not replica then return false end
   local free = (play.free[replica.name] or replica.limit - replica.used) + blocks
   play.free[replica.name] = free
+  play.seats[replica.name] = (play.seats[replica.name] or replica.sequences_max - replica.sequences) + 1
   if free < play.least then return false end
   if due >= play.soonest then expire(call, due, play) end
   local started

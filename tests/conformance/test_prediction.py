@@ -28,9 +28,15 @@ class Lane:
     """One replica of BLOCKS blocks, or more, and a clock that the test moves."""
 
     def __init__(
-        self, client: "redis.Redis[bytes]", replicas: int = 1, overtake_blocks: int = 100 * BLOCKS
+        self,
+        client: "redis.Redis[bytes]",
+        replicas: int = 1,
+        overtake_blocks: int = 100 * BLOCKS,
+        sequences_max: int = 50,
     ) -> None:
-        each = tuple(ReplicaConfig(f"r{i}", "p", BLOCKS, BLOCKS, 50, 1000) for i in range(replicas))
+        each = tuple(
+            ReplicaConfig(f"r{i}", "p", BLOCKS, BLOCKS, sequences_max, 1000) for i in range(replicas)
+        )
         classes = (("high", 0), ("normal", 200))
         config = FleetConfig(6000, 1000, overtake_blocks, (("a", ("p",)),), classes, each)
         self.twin = Twin(client, config)
@@ -295,6 +301,16 @@ def test_room_on_two_replicas_is_no_room_for_one_call(store_client: "redis.Redis
     lane.step(*(lane.admit(10, "running") for _ in range(20)))
     lane.foresee((500, "r0", 10), (700, "r1", 10), (900, "r9", 20), (2000, "r1", 10))
     assert lane.predicted_ms(lane.admit(20, "k0")) == with_margin(2000)
+
+
+def test_an_end_makes_room_for_one_call_where_sequences_are_scarce(
+    store_client: "redis.Redis[bytes]",
+) -> None:
+    lane = Lane(store_client, sequences_max=4)
+    lane.step(*(lane.admit(10, "running") for _ in range(4)), lane.admit(10, "k0"))
+    lane.foresee(*((1000 * i, "r0", 10) for i in range(1, 5)))
+    assert lane.predicted_ms(lane.admit(10, "k1")) == with_margin(2000)
+    assert lane.predicted_ms(lane.admit(10, "k2")) == with_margin(3000)
 
 
 def test_who_fits_now_past_others_that_do_not_is_foreseen_not_to_wait(full: Lane) -> None:

@@ -349,4 +349,10 @@ TESTED_MUTANTS: dict[str, TestedMutant] = {
         "first",
         ("tests/unit/test_forecast.py",),
     ),
+    "sequences are not foreseen": TestedMutant(
+        "lua/lib/forecast.lua",
+        " and call.sequences <= play.seats[replica.name]",
+        "",
+        ("tests/conformance/test_prediction.py",),
+    ),
 }

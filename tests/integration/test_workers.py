@@ -492,7 +492,7 @@ async def test_a_worker_that_stands_still_is_waited_for_half_a_second(new_world:
 
 
 async def test_every_worker_follows_the_configuration(new_world: World) -> None:
-    """With the store that they share: its URL is the parent's word, whatever the file says."""
+    """With the embedded store that they share, whose URL is the parent's word."""
     gateway, config, _ = await several(new_world, store="embedded")
     document = json.loads(config.read_text())
     document["fleets"][0]["aliases"] = ["renamed"]
@@ -509,6 +509,21 @@ async def test_every_worker_follows_the_configuration(new_world: World) -> None:
     config.write_text(json.dumps(document))
     failures = 'kvgate_reload_failures_total{file="config"}'
     await soon(lambda: f"{failures} 3.0" in gateway.metrics(), "each worker says that it cannot", 10)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_another_store_is_a_change_that_wants_a_restart(new_world: World, workers: int) -> None:
+    """Also where the running one is embedded, and where its URL is not the file's."""
+    mock = new_world.mock()
+    pools = [{"name": "only", "replicas": [mock.url]}]
+    config, (key,) = new_world.config(pools, store=QUICK_STORE | {"url": "embedded"})
+    gateway = new_world.gateway(config, key, "--workers", str(workers))
+    failures = 'kvgate_reload_failures_total{file="config"}'
+    await soon(lambda: f"{failures} 0.0" in gateway.metrics(), "nothing is wrong with the file", 10)
+    document = json.loads(config.read_text())
+    document["store"]["url"] = "redis://127.0.0.1:9"
+    config.write_text(json.dumps(document))
+    await soon(lambda: f"{failures} {workers}.0" in gateway.metrics(), "each worker says that it cannot", 10)
 
 
 async def test_one_worker_has_no_socket_and_no_folder(new_world: World) -> None:
