@@ -117,6 +117,14 @@ class Lane:
         assert results[-1][0] == "ticket", results[-1]
         return int(results[-1][2])
 
+    def drain_a_queue(self) -> None:
+        """Of ten calls of all blocks six come and go, for longer than the drain is measured over; the rest wait."""
+        calls = [self.admit(BLOCKS, f"k{number % 2}", wait_ms=3_600_000) for number in range(10)]
+        self.step(*calls)
+        for call in calls[:6]:
+            self.wait(4 * PAUSE_MS)
+            self.step(["S", call[1], -1, -1, [], ""])
+
     def drain_slowly(self, blocks: int, key: str) -> None:
         """Calls come and go now and then, for longer than the drain is measured over."""
         for _ in range(3 * DRAIN_WINDOW_MS // (4 * PAUSE_MS)):
@@ -177,11 +185,7 @@ def test_after_a_quiet_time_nobody_is_sent_away_for_as_long_as_little_was_asked_
 
 def test_behind_a_closed_gate_nobody_is_refused_for_what_was_measured_before(lane: Lane) -> None:
     """Nothing is given back there, and nobody knows yet what is held."""
-    calls = [lane.admit(BLOCKS, f"k{number % 2}", wait_ms=3_600_000) for number in range(10)]
-    lane.step(*calls)
-    for call in calls[:6]:
-        lane.wait(4 * PAUSE_MS)
-        lane.step(["S", call[1], -1, -1, [], ""])
+    lane.drain_a_queue()
     results, _ = lane.step(lane.admit(BLOCKS, "k0", wait_ms=1_000))
     assert results[0][:2] == ["refused", "predicted_wait"]
     lane.twin.restart_store()
@@ -218,11 +222,7 @@ def test_a_tenth_of_the_places_is_kept_for_who_was_asked_to_come_back(lane: Lane
 
 
 def test_a_tenth_of_the_time_is_kept_for_who_was_asked_to_come_back(lane: Lane) -> None:
-    calls = [lane.admit(BLOCKS, f"k{number % 2}", wait_ms=3_600_000) for number in range(10)]
-    lane.step(*calls)
-    for call in calls[:6]:
-        lane.wait(4 * PAUSE_MS)
-        lane.step(["S", call[1], -1, -1, [], ""])
+    lane.drain_a_queue()
     results, _ = lane.step(lane.admit(BLOCKS, "k0", wait_ms=1_000))
     assert results[0][:2] == ["refused", "predicted_wait"]
     wait_ms = results[0][3]
@@ -264,11 +264,7 @@ def test_a_question_about_what_fits_now_is_open(lane: Lane) -> None:
 
 
 def test_a_question_is_refused_for_the_wait_of_the_smallest_call(lane: Lane) -> None:
-    calls = [lane.admit(BLOCKS, f"k{number % 2}", wait_ms=3_600_000) for number in range(10)]
-    lane.step(*calls)
-    for call in calls[:6]:
-        lane.wait(4 * PAUSE_MS)
-        lane.step(["S", call[1], -1, -1, [], ""])
+    lane.drain_a_queue()
     results, _ = lane.step(lane.ask(1, BLOCKS, "k0", wait_ms=1_000))
     assert results[0][:3] == ["refused", "predicted_wait", "wait_ms"]
     patient_ms = results[0][3] * 10 // 9 + 2
