@@ -4,7 +4,8 @@ A regression test of the client in `gateway/upstream`, which has no pool that co
 sockets.  In front of the engine is a door where every connection waits for 20 ms: before anything of the request is
 read, or, where the engine speaks TLS, before the handshake, so that the gateway's connection is not made yet.
 
-The case cancels for 10 s; here it is 3 s, unless KVGATE_TEST_LONG is set.
+The case cancels for 10 s; here it is 3 s, unless KVGATE_TEST_LONG is set.  Where a machine is so busy that hardly a
+call reached the door by then, it goes on until enough did.
 """
 
 import asyncio
@@ -13,7 +14,6 @@ import os
 import random
 import socket
 import ssl
-import time
 from collections import deque
 from collections.abc import AsyncIterator
 from urllib.parse import urlsplit
@@ -29,6 +29,7 @@ pytestmark = pytest.mark.usefixtures("hang_up")
 
 LONG = bool(os.environ.get("KVGATE_TEST_LONG"))
 STORM_SECONDS = 10.0 if LONG else 3.0
+REACH_SECONDS = 30
 CALLERS = 150
 STAY_SECONDS_MAX = 0.012
 STAY_FOR_ARRIVAL_SECONDS = 1.0
@@ -151,17 +152,25 @@ class Scene:
         self.door = door
         self.gateway = gateway
         self._request = post(gateway.key, BODY)
+        self._storms = True
 
     async def storm(self) -> None:
-        ends = time.monotonic() + STORM_SECONDS
-        await asyncio.gather(*(self._come_and_go(number, ends) for number in range(CALLERS)))
+        """For its time, and until more calls reached the door than there are callers."""
+        callers = [asyncio.create_task(self._come_and_go(number)) for number in range(CALLERS)]
+        enough = self.door.arrived + CALLERS
+        try:
+            await asyncio.sleep(STORM_SECONDS)
+            await soon(lambda: self.door.arrived > enough, "the storm reached the engine", REACH_SECONDS)
+        finally:
+            self._storms = False
+            await asyncio.gather(*callers)
 
-    async def _come_and_go(self, number: int, ends: float) -> None:
+    async def _come_and_go(self, number: int) -> None:
         """Every other caller counts its time from when a call reached the door: a busy machine's calls take longer
         than 12 ms to get there, and none would be cancelled while it has a connection.
         """
         chance = random.Random(number)
-        while time.monotonic() < ends:
+        while self._storms:
             wire = await Wire.open(self.gateway.url)
             await wire.send(self._request)
             if number % 2:
@@ -201,7 +210,7 @@ async def test_calls_that_are_cancelled_lose_no_connection(new_world: World, wit
     async with scene(new_world, with_tls) as here:
         assert await here.statuses() == [200] * CALLS
         before = await here.rest()
-        arrived, completed = here.door.arrived, here.completed()
+        completed = here.completed()
         await here.storm()
         await asyncio.sleep(QUIET_SECONDS)
         # A busy machine holds up a caller now and then until it has its answer; only such a connection is kept.
@@ -213,6 +222,5 @@ async def test_calls_that_are_cancelled_lose_no_connection(new_world: World, wit
         )
         # Door and callers are one process: on a busy machine the gateway's probe of the engine may be late.
         await soon(here.gateway.is_ready, "the engine is seen to be well", 10)
-        assert here.door.arrived - arrived > CALLERS, "the storm never reached the engine"
         assert await here.statuses() == [200] * CALLS
         assert await here.rest() <= before + SCRAPE_CONNECTIONS
