@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from gateway.deadline import Deadline
 from gateway.upstream.api import Receiver, Upstream, UpstreamFailed, UpstreamRequest
+from gateway.upstream.arrivals import Arrivals
 from gateway.upstream.exchange import Exchange
 from gateway.upstream.limits import IDLE_CONNECTIONS_MAX, KEEPALIVE_SECONDS, UpstreamLimits
 
@@ -38,11 +39,14 @@ class Origin(NamedTuple):
 class EngineConnection(asyncio.Protocol):
     """One connection, used by one exchange at a time."""
 
-    __slots__ = ("_deadline", "_exchange", "_idle", "_transport", "stale")
+    __slots__ = ("_arrivals", "_deadline", "_exchange", "_idle", "_transport", "stale", "waiting")
 
-    def __init__(self, idle: "dict[EngineConnection, None]") -> None:
+    def __init__(self, idle: "dict[EngineConnection, None]", arrivals: Arrivals) -> None:
         self._idle = idle
         """The kept connections to the same engine."""
+        self._arrivals = arrivals
+        self.waiting = 0
+        """Reads that have not come to the exchange yet."""
         self._transport: asyncio.Transport | None = None
         self._exchange: Exchange | None = None
         self._deadline = Deadline(asyncio.get_running_loop(), self._on_late)
@@ -70,7 +74,7 @@ class EngineConnection(asyncio.Protocol):
         finally:
             self._exchange = None
             self.stale = exchange.unheard and time.monotonic() - sent_at < STALE_SECONDS
-            fit = exchange.reusable and self.usable and not request.alone
+            fit = exchange.reusable and self.usable and not self.waiting and not request.alone
             if fit and len(self._idle) < IDLE_CONNECTIONS_MAX:
                 self._keep()
             else:
@@ -86,6 +90,9 @@ class EngineConnection(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
+        self._arrivals.add(self, data)
+
+    def take(self, data: bytes) -> None:
         if self._exchange is not None:
             self._exchange.feed(data)
         else:
@@ -93,12 +100,14 @@ class EngineConnection(asyncio.Protocol):
 
     def eof_received(self) -> None:
         """The engine sends no more.  Returning None closes our side too."""
+        self._arrivals.flush(self)
         if self._exchange is not None:
             self._exchange.lost(None)
         else:
             self._drop()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._arrivals.flush(self)
         if self._exchange is not None:
             self._exchange.lost(exc)
         self._drop()
@@ -132,6 +141,7 @@ class EngineClient(Upstream):
         self._tls = ssl.create_default_context(cafile=ca_file)
         self._idle: dict[Origin, dict[EngineConnection, None]] = {}
         self._busy: set[EngineConnection] = set()
+        self._arrivals = Arrivals()
         self._closed = False
 
     async def exchange(self, request: UpstreamRequest, receiver: Receiver) -> None:
@@ -180,7 +190,7 @@ class EngineClient(Upstream):
         try:
             async with asyncio.timeout(seconds):
                 _, connection = await asyncio.get_running_loop().create_connection(
-                    lambda: EngineConnection(idle),
+                    lambda: EngineConnection(idle, self._arrivals),
                     origin.host,
                     origin.port,
                     ssl=self._tls if origin.tls else None,
