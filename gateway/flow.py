@@ -10,6 +10,7 @@ why, and `core/lifecycle.py` what that means.
 import asyncio
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 
 from gateway import all_fleets
@@ -150,8 +151,10 @@ class Flow:
         ask = bool(asks) and not call.once
         counting = Begun(self._count_all(call.request.prompts, call.fleet.engines.shape().token_factor))
         try:
-            refusal = await _would_refuse(call, asks) if counting.suspended and ask else None
-            return refusal or await counting.rest()
+            if not (counting.suspended and ask):
+                return await counting.rest()
+            with ExitStack() as lines:
+                return await _would_refuse(call, asks, lines) or await counting.rest()
         finally:
             counting.close()
 
@@ -231,11 +234,13 @@ class Flow:
         return asyncio.get_running_loop().call_later(seconds, reservation.first_token)
 
 
-async def _would_refuse(call: Call, asks: Sequence[Outlook]) -> Refusal | None:
-    """Of all lanes that it may go to, the last one's."""
-    refusal = None
+async def _would_refuse(call: Call, asks: Sequence[Outlook], lines: ExitStack) -> Refusal | None:
+    """Of all lanes that it may go to, the last one's.  While `lines` last it is ahead of who asks later."""
+    refusal, ledger = None, call.fleet.ledger
     for outlook in asks:
-        refusal = await call.fleet.ledger.would_refuse(call.admission(outlook.likely), outlook.blocks_min)
+        likely = call.admission(outlook.likely)
+        ahead = lines.enter_context(ledger.counted(likely))
+        refusal = await ledger.would_refuse(likely, outlook.blocks_min, ahead)
         if refusal is None:
             return None
     return refusal

@@ -184,6 +184,10 @@ class Terms:
     standing: int
     smallest: Call | None = None
     """Of a call that only asks: what it is at least."""
+    ahead: int = 0
+    """Of a call that only asks: calls that will wait before it in its line."""
+    own_ahead: int = 0
+    """Those of them that are its key's."""
 
 
 @dataclass(slots=True)
@@ -1072,10 +1076,13 @@ class Books:
         queue_max: int,
         queue_key_max: int,
         standing: int,
+        ahead: int,
+        own_ahead: int,
     ) -> Answer:
         """Whether the queue would refuse a call of `least` blocks or more, how many is not known yet.
 
-        `likely` is what a refusal books, and what is compared with others' work.  Nothing is taken.
+        `likely` is what a refusal books, and what is compared with others' work.  `ahead` calls of its line,
+        `own_ahead` of them of its key, were told so before and do not wait yet.  Nothing is taken.
         """
         if not self._pools(lane) or class_ not in dict(self._fleet.classes) or self.opens_at:
             return ["open"]
@@ -1087,7 +1094,7 @@ class Books:
         if self._fits_now(smallest) or any(place.flow == _flow(smallest) for place in self.places):
             return ["open"]
         call = replace(smallest, blocks=max(least, likely)) if queue_max else smallest
-        terms = Terms(queue_max, queue_key_max, wait_ms, "", standing, smallest)
+        terms = Terms(queue_max, queue_key_max, wait_ms, "", standing, smallest, ahead, own_ahead)
         return self._refuse_to_queue(call, terms) or ["open"]
 
     def _queue(self, call: Call, terms: Terms) -> Answer:
@@ -1219,7 +1226,7 @@ class Books:
         return self._place(call)
 
     def _refuse_to_queue(self, call: Call, terms: Terms) -> Answer | None:
-        waiting = len(self._waiting(call.lane, call.class_))
+        waiting = len(self._waiting(call.lane, call.class_)) + terms.ahead
         if waiting < self._open_to(call, terms, terms.queue_max):
             return self._refuse_to_open_queue(call, terms)
         if terms.queue_max:
@@ -1238,7 +1245,7 @@ class Books:
         ]
 
     def _refuse_to_open_queue(self, call: Call, terms: Terms) -> Answer | None:
-        own = len(self._waiting(*_flow(call)))
+        own = len(self._waiting(*_flow(call))) + terms.own_ahead
         if terms.wait_ms <= 0:
             return ["refused", "queue_timeout", "seconds_max", 0, terms.wait_ms, self._wait_told(call)]
         if own >= terms.queue_key_max:

@@ -1,7 +1,8 @@
 """The shared books of one fleet as the request path sees them."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -107,6 +108,14 @@ class Lost(Protocol):
         ...
 
 
+class Ahead(NamedTuple):
+    """Calls of this process that are being counted and will wait before another one in its line."""
+
+    in_line: int
+    of_key: int
+    """Those of them that are its key's."""
+
+
 class Ledger(Protocol):
     @property
     def ready(self) -> bool:
@@ -122,12 +131,16 @@ class Ledger(Protocol):
         """A refusal that the store gave the key a moment ago, for every one of these lanes or by a rate quota."""
         ...
 
-    async def would_refuse(self, admission: Admission, blocks_min: int) -> Refusal | None:
+    async def would_refuse(self, admission: Admission, blocks_min: int, ahead: Ahead) -> Refusal | None:
         """The refusal that the store has for a call of `blocks_min` or more, how many is not known yet.
 
-        The admission says how many are likely.  Nothing is taken but an appointment.  None also where the store has no
-        answer soon.
+        The admission says how many are likely, and `ahead` comes from `counted`.  Nothing is taken but an appointment.
+        None also where the store has no answer soon.
         """
+        ...
+
+    def counted(self, admission: Admission) -> AbstractContextManager[Ahead]:
+        """While a call is asked about and counted: it will wait before those that come to be counted meanwhile."""
         ...
 
     def open(self, admission: Admission, lost: Lost) -> Reservation: ...

@@ -6,7 +6,8 @@ import logging
 import random
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ from gateway.core.forecast import Forecast, Run
 from gateway.core.order import DIGEST_MODULUS, FIRST_APPOINTMENT_MS, ID_BITS
 from gateway.core.outcomes import Code, Refusal
 from gateway.core.share import Denied
-from gateway.ledger.api import Admission, Lost
+from gateway.ledger.api import Admission, Ahead, Lost
 from gateway.ledger.channel import Channel, Result
 from gateway.ledger.connection import REPLY_SECONDS, Connection
 from gateway.ledger.fingerprints import Fingerprints
@@ -102,6 +103,8 @@ class ValkeyLedger:
         self._claimed: set[str] = set()
         self._claimed_sum = 0
         self._known: dict[tuple[str, str, str], _Known] = {}
+        self._counted: Counter[tuple[str, str, str]] = Counter()
+        """Calls whose tokens are being counted, by lane, class and key."""
         """By lane, class and key; a rate quota is of the key alone."""
         self.fingerprints = Fingerprints()
         self.forecast = Forecast()
@@ -177,14 +180,14 @@ class ValkeyLedger:
             return None
         return found[0].refusal
 
-    async def would_refuse(self, admission: Admission, blocks_min: int) -> Refusal | None:
+    async def would_refuse(self, admission: Admission, blocks_min: int, ahead: Ahead) -> Refusal | None:
         if self._closing or self.away_seconds is not None or self._keeper.slow or self.sharing.active:
             return None
         a = admission
         answer: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         arguments = [
             "Q", blocks_min, a.blocks, a.key, a.class_, a.lane, a.sequences, a.cost, a.wait_ms, a.weight, a.blocks_max,
-            a.requests_max, a.pool_share, a.queue_max, a.queue_key_max, a.standing,
+            a.requests_max, a.pool_share, a.queue_max, a.queue_key_max, a.standing, *ahead,
         ]  # fmt: skip
         self.channel.ask(arguments, partial(_tell, answer))
         self.wake()
@@ -193,6 +196,18 @@ class ValkeyLedger:
                 result = await answer
                 return None if result[0] == "open" else self.refusal_of(a, result)
         return None
+
+    @contextlib.contextmanager
+    def counted(self, admission: Admission) -> Iterator[Ahead]:
+        counted, own = self._counted, (admission.lane, admission.class_, admission.key)
+        ahead = Ahead(sum(count for flow, count in counted.items() if flow[:2] == own[:2]), counted[own])
+        counted[own] += 1
+        try:
+            yield ahead
+        finally:
+            counted.subtract([own])
+            if not counted[own]:
+                del counted[own]
 
     def may_ask(self, admission: Admission) -> Refusal | None:
         """While the store is away or slow, few calls wait for it; none once it has been away too long.

@@ -3,23 +3,24 @@
 --- @include "lib/refusals"
 --- @include "lib/places"
 -- Q least likely key class lane sequences cost wait_ms weight blocks_max requests_max pool_share queue_max queue_key_max
--- standing: whether the queue would refuse a call of `least` blocks or more, how many is not known yet.  `likely` is what
--- a refusal books, and what is compared with others' work.  Nothing is taken.
+-- standing ahead own_ahead: whether the queue would refuse a call of `least` blocks or more, how many is not known yet.
+-- `likely` is what a refusal books, and what is compared with others' work.  `ahead` calls of its line, `own_ahead` of them
+-- of its key, were told `open` before and do not wait yet.  Nothing is taken.
 -- open | refused code knob measured limit retry_ms
 
 function ask.check(op)
-  check.length(op, 16)
+  check.length(op, 18)
   check.integers(op, 2, 3, 1) -- least, likely
   check.names(op, 4, 6)
   check.integers(op, 7, 7, 1) -- sequences
   check.integers(op, 8, 9, 0) -- cost, wait_ms
   check.integers(op, 10, 10, 1) -- weight
   check.integers(op, 11, 13, -1) -- caps
-  check.integers(op, 14, 16, 0) -- queue_max, queue_key_max, standing
+  check.integers(op, 14, 18, 0) -- queue_max, queue_key_max, standing, ahead, own_ahead
 end
 
 function ask.run(_, least, likely, key, class, lane, sequences, cost, wait_ms, weight, blocks_max, requests_max,
-                 pool_share, queue_max, queue_key_max, standing)
+                 pool_share, queue_max, queue_key_max, standing, ahead, own_ahead)
   if not books.config.pools[lane] or not books.config.shares[class] or books.meta.opens_at > 0 then return {'open'} end
   local function of_size(blocks)
     return {key = key, class = class, lane = lane, blocks = blocks, sequences = sequences, prefill = 0, cost = cost,
@@ -31,5 +32,5 @@ function ask.run(_, least, likely, key, class, lane, sequences, cost, wait_ms, w
   if refusals.fits_now(smallest) or places.any(flows.name_of(smallest)) then return {'open'} end
   local call = queue_max > 0 and of_size(math.max(least, likely)) or smallest
   return refusals.to_queue(call, {queue_max = queue_max, queue_key_max = queue_key_max, wait_ms = wait_ms,
-    returns = false, standing = standing, smallest = smallest}) or {'open'}
+    returns = false, standing = standing, smallest = smallest, ahead = ahead, own_ahead = own_ahead}) or {'open'}
 end

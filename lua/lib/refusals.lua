@@ -98,7 +98,7 @@ end
 local function to_open_queue(call, terms)
   local wait_ms, own_max = terms.wait_ms, terms.queue_key_max
   if wait_ms <= 0 then return {'refused', 'queue_timeout', 'seconds_max', 0, wait_ms, appointments.wait_told(call)} end
-  local own = rows.fetch(records.flows, flows.name_of(call)).waiting
+  local own = rows.fetch(records.flows, flows.name_of(call)).waiting + (terms.own_ahead or 0)
   if own >= own_max then return {'refused', 'queue_full', 'key_share', own, own_max, appointments.book(call)} end
   if terms.returns then return nil end
   if terms.standing == PLACE_ONLY then return {'refused', 'queue_full', 'place_only', 0, 0, appointments.book(call)} end
@@ -116,9 +116,9 @@ end
 
 -- terms: queue_max, queue_key_max, wait_ms, returns (a place that it may take is remembered), standing (PLACE_ONLY: it may
 -- wait in such a place only; ASKED_BACK: it comes when it was told to), smallest (of a call that only asks: what it is at
--- least).  nil = it may wait.
+-- least), ahead and own_ahead (of such a call: what will wait before it).  nil = it may wait.
 function refusals.to_queue(call, terms)
-  local waiting, meta = flows.line(call.lane, call.class).waiting, books.meta
+  local waiting, meta = flows.line(call.lane, call.class).waiting + (terms.ahead or 0), books.meta
   if waiting < open_to(call, terms, terms.queue_max) then return to_open_queue(call, terms) end
   if terms.queue_max > 0 then return to_full_queue(call, waiting, terms) end
   if meta.opens_at > 0 then return {'refused', 'store_unavailable', '', 0, 0, meta.opens_at - meta.clock} end

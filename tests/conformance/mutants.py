@@ -85,6 +85,8 @@ MUTANTS: dict[str, tuple[str, str]] = {
     "places are kept": ("  return places.expire() or more", "  return more"),
     "who returns is refused for a predicted wait": ("  if terms.returns then return nil end\n", ""),
     "a retry too many waits": ("  if terms.standing == PLACE_ONLY then return", "  if false then return"),
+    "a question forgets who was told to wait": ("waiting + (terms.ahead or 0), books.meta", "waiting, books.meta"),
+    "a question forgets who of its key was told to wait": ("waiting + (terms.own_ahead or 0)", "waiting"),
     "no dispatch after a return": ("  forget(member)\n  books.moves = books.moves + 1\n  books.meta.dirty = 1", "  forget(member)"),
     "nobody is asked for a fingerprint": ("and places.any(flows.name_of(call)) then return {'fingerprint'} end", "and false then return {'fingerprint'} end"),
     "two calls under one Idempotency-Key": ("  if not first then return nil end", "  if true then return nil end"),

@@ -92,10 +92,18 @@ class Lane:
         ]
 
     def ask(
-        self, least: int, likely: int, key: str, wait_ms: int = 60_000, queue_max: int = 50, standing: int = 0
+        self,
+        least: int,
+        likely: int,
+        key: str,
+        wait_ms: int = 60_000,
+        queue_max: int = 50,
+        key_max: int = 50,
+        standing: int = 0,
+        ahead: tuple[int, int] = (0, 0),
     ) -> Op:
-        limits = [1, -1, -1, -1, queue_max, queue_max]
-        return ["Q", least, likely, key, "normal", "a", 1, 1, wait_ms, *limits, standing]
+        limits = [1, -1, -1, -1, queue_max, min(key_max, queue_max)]
+        return ["Q", least, likely, key, "normal", "a", 1, 1, wait_ms, *limits, standing, *ahead]
 
     def fill(self, *waiting: Op) -> None:
         """The replica is full, and these wait."""
@@ -237,6 +245,16 @@ def test_a_question_is_refused_where_a_call_of_any_size_would_be(lane: Lane) -> 
     sizes = [lane.admit(blocks, "k0", queue_max=2) for blocks in (1, 50, BLOCKS)]
     results, _ = lane.step(lane.ask(1, 50, "k0", queue_max=2), *sizes)
     assert {tuple(result[:5]) for result in results} == {("refused", "queue_full", "depth_max", 2, 2)}
+
+
+def test_a_question_comes_after_those_that_were_told_that_they_may_wait(lane: Lane) -> None:
+    """Among all, and among those of its key."""
+    lane.fill(lane.admit(10, "k0"))
+    sizes = [(ahead, own) for ahead in (0, 3, 4) for own in (0, 2, 3) if own <= ahead]
+    asked = [lane.ask(1, 50, "k0", queue_max=5, key_max=4, ahead=each) for each in sizes]
+    told = {each: result[1:5] for each, result in zip(sizes, lane.step(*asked)[0], strict=True)}
+    many, own = ["queue_full", "depth_max", 5, 5], ["queue_full", "key_share", 4, 4]
+    assert told == {(0, 0): [], (3, 0): [], (3, 2): [], (3, 3): own, (4, 0): many, (4, 2): many, (4, 3): many}
 
 
 def test_a_question_books_what_is_likely(lane: Lane) -> None:

@@ -248,7 +248,9 @@ def questions(draw: DrawFn, world: World, owner: str) -> list[Op]:
     )[:16]
     least = draw(st.sampled_from((1, likely // 2 + 1, likely, likely + 1)))
     terms = [sequences, cost, wait, weight, blocks, requests, share, depth, own]
-    asked = ["Q", least, likely, *call, *terms, draw(st.sampled_from(STANDINGS))]
+    ahead = draw(st.integers(0, 3))
+    own_ahead = draw(st.integers(0, ahead))
+    asked = ["Q", least, likely, *call, *terms, draw(st.sampled_from(STANDINGS)), ahead, own_ahead]
     return [*draw(st.one_of(settles(world, owner), st.just([]))), asked, asked]
 
 

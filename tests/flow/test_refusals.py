@@ -18,7 +18,7 @@ from gateway.http.auth import Key
 from gateway.ledger.api import Reservation
 from gateway.tokens.api import Counted
 from tests.flow.driver import Visitor
-from tests.flow.world import WordCounter, World, admission, chat, gateway
+from tests.flow.world import WordCounter, World, admission, chat, gateway, soon
 
 NOWHERE = "http://127.0.0.1:9"
 """No call here gets as far as its engine."""
@@ -221,6 +221,40 @@ async def test_a_long_prompt_is_not_counted_where_any_would_be_refused(
         served = await world.visit(body, headers=headers)
         assert served.json["error"]["code"] == "upstream_error"
         assert counter.counts == counts + 1
+        await world.quiet()
+
+
+class Slow(WordCounter):
+    """It counts when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun = 0
+        self.go_on = asyncio.Event()
+
+    async def count(self, texts: Sequence[Text]) -> Counted:
+        self.begun += 1
+        await self.go_on.wait()
+        return await super().count(texts)
+
+
+async def test_a_long_prompt_is_not_counted_for_a_place_that_another_one_is_counted_for(
+    store_url: str,
+) -> None:
+    """Until that is known, the first is as good as in the queue."""
+    counter = Slow()
+    body = chat(messages=[{"role": "user", "content": "word " * 8_000}], max_tokens=16)
+    async with gateway(store_url, {"a": NOWHERE}, counter=counter, queue_max=1) as world:
+        release = await world.hold(1000)
+        first = asyncio.create_task(world.visit(body))
+        await soon(lambda: counter.begun == 1, "the first is being counted")
+        refused = await world.visit(body)
+        assert (refused.status, refused.json["error"]["code"]) == (429, "queue_full")
+        counter.go_on.set()
+        await world.queued(1)
+        release()
+        assert (await first).json["error"]["code"] == "upstream_error"
+        assert counter.counts == 1
         await world.quiet()
 
 

@@ -16,7 +16,7 @@ from gateway.core.forecast import KNOWN_MIN, Course
 from gateway.core.order import FORECAST_MARGIN_PERCENT
 from gateway.core.outcomes import Code, Refusal
 from gateway.core.quota import Quota, Units
-from gateway.ledger.api import Grant
+from gateway.ledger.api import Ahead, Grant
 from gateway.ledger.state import read_state
 from tests.integration.ledger_world import HOLD, WAIT_SECONDS, demand, eventually, running_store, world
 
@@ -505,22 +505,34 @@ async def test_a_full_queue_takes_a_call_of_a_key_that_waits_for_less(path):
         await eventually(w.empty)
 
 
+NOBODY = Ahead(0, 0)
+
+
 async def test_a_question_is_answered_without_taking_anything(path):
     """Refused by the queue where the call would be, of whatever size; nobody answers for a process that sleeps."""
     async with world(path, 100) as w:
         m = await w.join()
         running = await m.reserve(100)
         question = demand(90, queue_max=1)
-        assert await m.ledger.would_refuse(question, 10) is None
+        assert await m.ledger.would_refuse(question, 10, NOBODY) is None
+        with m.ledger.counted(question):
+            others = {(1, 1): question, (1, 0): demand(90, key="b"), (0, 0): demand(90, class_="low")}
+            for places, other in others.items():
+                with m.ledger.counted(other) as ahead:
+                    assert ahead == places
+            assert (await m.ledger.would_refuse(question, 10, Ahead(1, 1))).code is Code.QUEUE_FULL
+        with m.ledger.counted(question) as ahead:
+            assert ahead == NOBODY
+        assert await m.ledger.would_refuse(question, 10, NOBODY) is None
         waiter = m.open(10, queue_max=1)
         waiting = asyncio.create_task(waiter.granted())
         await eventually(lambda: w.states() == {running.id: "reserved", waiter.id: "queued"})
-        refusal = await m.ledger.would_refuse(question, 10)
+        refusal = await m.ledger.would_refuse(question, 10, NOBODY)
         assert (refusal.code, refusal.waited) == (Code.QUEUE_FULL, False)
         assert refusal.retry_ms > 0
         assert w.states() == {running.id: "reserved", waiter.id: "queued"}
         await m.stop()
-        assert await m.ledger.would_refuse(question, 10) is None
+        assert await m.ledger.would_refuse(question, 10, NOBODY) is None
         m.go_on()
         running.settle(None, None)
         assert isinstance(await waiting, Grant)
