@@ -2,15 +2,12 @@
 
 import asyncio
 import json
-import time
 
 import pytest
 
 from gateway.cli import main
 from tests.integration.test_admin_keys import (
     ALL,
-    EVERYWHERE_SECONDS,
-    SLACK_SECONDS,
     Admin,
     admin_of,
     all_say,
@@ -24,7 +21,9 @@ from tests.wire import Wire, completion, post, soon
 pytestmark = pytest.mark.usefixtures("hang_up")
 
 STREAM = completion(16, 1000, True, output_tokens=1000)
-"""Five seconds and more of the mock engine."""
+"""Twenty seconds of the mock engine: however busy the machine is, those that are not cut still run at the end."""
+LOOKED_SECONDS = 1.5
+"""By then every process has looked for cuts, unless its machine stands still."""
 
 
 async def streaming(wire: Wire, key: str) -> Wire:
@@ -49,18 +48,8 @@ async def goes_on(wire: Wire) -> None:
 
 async def settled(gateway: GatewayProcess, mock: Mock, aborted: int) -> None:
     """Their engine's connections are closed, and what they held is given back."""
-    await soon(lambda: mock.log()["aborted"] == aborted, "the engine heard of it", 5)
-    await soon(gateway.is_quiet, "all was given back", 5)
-
-
-class Timer:
-    """The time that a cut took."""
-
-    def __init__(self) -> None:
-        self._began = time.monotonic()
-
-    def in_time(self) -> None:
-        assert time.monotonic() - self._began < EVERYWHERE_SECONDS + SLACK_SECONDS
+    await soon(lambda: mock.log()["aborted"] == aborted, "the engine heard of it")
+    await soon(gateway.is_quiet, "all was given back")
 
 
 async def test_a_cut_reaches_every_worker_of_every_gateway(new_world: World) -> None:
@@ -74,13 +63,11 @@ async def test_a_cut_reaches_every_worker_of_every_gateway(new_world: World) -> 
         await all_say([first for first, *_ in wires], other, 200)
         mine = [await streaming(first, gateways[0].key) for first, *_ in wires]
         others = [await streaming(second, other) for _, second, _ in wires]
-        timer = Timer()
         told = admin("POST", "/cut", json={"key": "filed"})
         assert told == {"key": "filed", "calls_cut_here": 1, "is_a_key": True}
         later = [await streaming(third, gateways[0].key) for *_, third in wires]
         await asyncio.gather(*map(is_cut, mine))
-        timer.in_time()
-        await asyncio.sleep(EVERYWHERE_SECONDS)
+        await asyncio.sleep(LOOKED_SECONDS)
         for wire in [*others, *later]:
             await goes_on(wire)
             wire.reset()
@@ -94,16 +81,14 @@ async def test_a_revoked_keys_streams_go_on_until_they_are_cut(new_world: World)
     (gateway, other), mock = gateways_of(new_world, 2)
     with admin_of(gateway) as admin:
         secret = admin.create("a")
-        await soon(lambda: completes(other, secret), "both know it", 2)
+        await soon(lambda: completes(other, secret), "both know it")
         stream = await streaming(await Wire.open(other.url), secret)
         admin("DELETE", "/keys/a")
-        await soon(lambda: not completes(other, secret), "nobody else gets in", 2)
+        await soon(lambda: not completes(other, secret), "nobody else gets in")
         await goes_on(stream)
-        timer = Timer()
         told = admin("POST", "/cut", json={"key": "a"})
         assert told == {"key": "a", "calls_cut_here": 0, "is_a_key": False}
         await is_cut(stream)
-        timer.in_time()
         anew = await _revoke_with_a_cut(gateway, other, admin)
         await goes_on(anew)
         anew.reset()
@@ -112,17 +97,15 @@ async def test_a_revoked_keys_streams_go_on_until_they_are_cut(new_world: World)
 
 async def _revoke_with_a_cut(gateway: GatewayProcess, other: GatewayProcess, admin: Admin) -> Wire:
     first = admin.create("b")
-    await soon(lambda: completes(other, first), "both know it", 2)
+    await soon(lambda: completes(other, first), "both know it")
     streams = [await streaming(await Wire.open(g.url), first) for g in (gateway, other)]
     second = admin("POST", "/keys/b/rotate")["secret"]
     streams.append(await streaming(await Wire.open(gateway.url), second))
-    timer = Timer()
     assert admin("DELETE", "/keys/b?cut=true") == {"name": "b", "calls_cut_here": 2}
     third = admin.create("b")
     anew = await streaming(await Wire.open(gateway.url), third)
     await asyncio.gather(*map(is_cut, streams))
-    timer.in_time()
-    await soon(lambda: completes(other, third), "the new one is known", 2)
+    await soon(lambda: completes(other, third), "the new one is known")
     return anew
 
 
@@ -135,7 +118,7 @@ async def test_what_waits_and_what_is_being_read_ends_too(new_world: World) -> N
         await hog.head()
         waiting = await Wire.open(gateway.url)
         await waiting.send(post(secret, completion(16, 15_000)))
-        await soon(lambda: gateway.state()["queue"] == 1, "it waits", 5)
+        await soon(lambda: gateway.state()["queue"] == 1, "it waits")
         reading = await Wire.open(gateway.url)
         request = post(secret, completion(16, 2))
         await reading.send(request[:-5])
@@ -157,10 +140,8 @@ async def test_who_has_no_admin_api_hears_of_it_too(new_world: World) -> None:
     other = new_world.gateway(new_world.folder / "kvgate.yaml", gateway.key, KVGATE_ADMIN_TOKEN="")
     stream = await streaming(await Wire.open(other.url), gateway.key)
     with admin_of(gateway) as admin:
-        timer = Timer()
         admin("POST", "/cut", json={"key": "filed"})
         await is_cut(stream)
-        timer.in_time()
     await settled(gateway, mock, aborted=1)
 
 
@@ -170,7 +151,7 @@ async def test_a_process_that_starts_later_does_not_repeat_it(new_world: World) 
         admin("POST", "/cut", json={"key": "filed"})
     later = new_world.gateway(new_world.folder / "kvgate.yaml", gateway.key)
     streams = [await streaming(await Wire.open(g.url), gateway.key) for g in (gateway, later)]
-    await asyncio.sleep(EVERYWHERE_SECONDS + 0.5)
+    await asyncio.sleep(LOOKED_SECONDS)
     for stream in streams:
         await goes_on(stream)
         stream.reset()
@@ -182,11 +163,11 @@ async def test_a_gateway_whose_store_is_away_cuts_nothing_and_says_so(new_world:
     stream = await streaming(await Wire.open(gateway.url), gateway.key)
     with admin_of(gateway) as admin:
         new_world.store.stop()
-        await soon(lambda: not gateway.is_ready(), "it is known to be away", 5)
+        await soon(lambda: not gateway.is_ready(), "it is known to be away")
         assert admin.refused("POST", "/cut", 503, json={"key": "filed"})[0] == "store_unavailable"
     await goes_on(stream)
     stream.reset()
-    await soon(lambda: mock.log()["aborted"] == 1, "the client's leaving ends it", 5)
+    await soon(lambda: mock.log()["aborted"] == 1, "the client's leaving ends it")
 
 
 async def test_the_command_line_says_how_many(

@@ -5,6 +5,7 @@ import logging
 import re
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from gateway.core.outcomes import Code, Refusal
 from gateway.ledger.api import Cut, Edit
 from gateway.ledger.embedded import EmbeddedStore
 from gateway.ledger.scripts import CALLERS_KEYS, fleet_keys
-from gateway.ledger.sharedkeys import FollowedKeys
+from gateway.ledger.sharedkeys import POLL_SECONDS, FollowedKeys
 from tests.faults.proxy import store_proxy
 from tests.integration.ledger_world import eventually, running_store
 from tests.repo.files import ROOT
@@ -456,6 +457,41 @@ async def test_the_documented_rights_are_enough(
     await look(asked)
     assert data.hgetall(CALLERS_KEYS[1]) == {b"b": b"{}"}
     data.acl_deluser("kvgate")
+
+
+async def test_a_change_counts_everywhere_within_a_second(
+    store: EmbeddedStore, join: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A key and a cut, by the task's own pauses; a machine that has no time for it is no matter of ours."""
+    pauses: list[float] = []
+    paused, goes_on = asyncio.Event(), asyncio.Event()
+
+    async def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        paused.set()
+        await goes_on.wait()
+        goes_on.clear()
+
+    one, other = join(), Process(store.url)
+    other.keys._poll_seconds = POLL_SECONDS
+    monkeypatch.setattr(
+        "gateway.ledger.sharedkeys.asyncio", SimpleNamespace(**vars(asyncio) | {"sleep": pause})
+    )
+    task = asyncio.create_task(other.keys.run())
+    try:
+        await paused.wait()
+        paused.clear()
+        await one.put("a")
+        await one.keys.cut("b")
+        goes_on.set()
+        await paused.wait()
+        assert other.entries == {"a": b"{}"}
+        assert [cut.name for cut in other.cuts] == ["b"]
+        assert pauses[0] < 1, "the one in which both were made"
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+        other.keys.close()
 
 
 async def test_followed_all_the_time(store: EmbeddedStore, join: Join) -> None:

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -71,6 +72,33 @@ async def test_a_changed_file_takes_effect_once_it_has_settled(file: File) -> No
     assert file.used == ["one"]
     await watch.poll()
     assert file.used == ["two"]
+
+
+async def test_a_change_counts_within_a_second(file: File, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the task's own pauses; a machine that has no time for it is no matter of ours."""
+    pauses: list[float] = []
+    used_at: list[float] = []
+
+    async def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        await asyncio.sleep(0)
+
+    def use(_: list[str]) -> None:
+        used_at.append(sum(pauses))
+
+    watch = FileWatch(file.path, file.used, file.read, use, file.failed)
+    monkeypatch.setattr("gateway.reload.asyncio", SimpleNamespace(**vars(asyncio) | {"sleep": pause}))
+    task = asyncio.create_task(watch.run())
+    while len(pauses) < 3:
+        await asyncio.sleep(0)
+    file.write("two")
+    written_at = sum(pauses[:-1])  # at the beginning of the last pause, at worst
+    while not used_at:
+        await asyncio.sleep(0)
+    assert used_at[0] - written_at < 1
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
 
 
 async def test_an_unchanged_file_is_read_once_again_and_nothing_is_used(file: File) -> None:
