@@ -19,7 +19,8 @@ import httpx
 from gateway.http.auth import new_key
 from gateway.ledger.embedded import EmbeddedStore
 
-START_SECONDS = 15.0
+HANG_SECONDS = 30.0
+"""What has not happened by then never will; nothing is proven by how soon it did, for a busy machine stands still."""
 ADMIN_TOKEN = "admin-token-of-the-tests"
 PORTS = range(20_000, 32_000)
 LAST_PORT_FILE = Path(tempfile.gettempdir()) / f"kvgate-tests-port-{os.getuid()}"
@@ -51,12 +52,14 @@ def _is_free(port: int) -> bool:
     return False
 
 
-def wait_until(condition: Callable[[], Any], what: str, seconds: float = START_SECONDS) -> Any:
-    """The first true value of the condition; fails the test when there is none in time."""
+def wait_until(condition: Callable[[], Any], what: str, seconds: float = HANG_SECONDS) -> Any:
+    """The first true value of the condition; fails the test when a look that begins after that time finds none."""
     deadline = time.monotonic() + seconds
+    began = time.monotonic()
     while not (value := condition()):
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        assert began < deadline, f"not within {seconds} s: {what}"
         time.sleep(0.02)
+        began = time.monotonic()
     return value
 
 
@@ -86,6 +89,10 @@ class Mock:
     def fail(self, fault: str, count: int = 1) -> None:
         """The next requests meet a fault: see `gateway/mock/faults.py`."""
         self._client.post("/mock/faults", json={"fail": fault, "count": count}).raise_for_status()
+
+    def slow(self, factor: float) -> None:
+        """Its steps take so many times as long from now on; below 1 it is quick."""
+        self._client.post("/mock/state", json={"state": "slow", "factor": factor}).raise_for_status()
 
     def reset(self) -> None:
         self._client.post("/mock/reset").raise_for_status()

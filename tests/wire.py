@@ -1,14 +1,16 @@
 """A client on bare sockets: it sends exactly what it is told and leaves whenever it wants, by FIN or by RST."""
 
 import asyncio
-import contextlib
 import json
 import socket
 import struct
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
+
+from tests.processes import HANG_SECONDS
 
 ANSWER_SECONDS = 30.0
 POLL_SECONDS = 0.01
@@ -160,11 +162,15 @@ async def ask(url: str, request: bytes) -> Answer:
         wire.close()
 
 
-async def soon(condition: Callable[[], Any], what: str, seconds: float) -> Any:
-    """The first true value of the condition; fails the test when there is none in time."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            while not (value := await asyncio.to_thread(condition)):
-                await asyncio.sleep(POLL_SECONDS)
-            return value
-    raise AssertionError(f"not within {seconds} s: {what}")
+async def soon(condition: Callable[[], Any], what: str, seconds: float = HANG_SECONDS) -> Any:
+    """The first true value of the condition; fails the test when a look that begins after that time finds none.
+
+    So no look is missed because this process stood still over the end of the time.
+    """
+    deadline = time.monotonic() + seconds
+    began = time.monotonic()
+    while not (value := await asyncio.to_thread(condition)):
+        assert began < deadline, f"not within {seconds} s: {what}"
+        await asyncio.sleep(POLL_SECONDS)
+        began = time.monotonic()
+    return value

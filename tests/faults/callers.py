@@ -11,7 +11,6 @@ from tests.wire import Wire, completion, post, soon
 
 COMPLETE = "complete"
 LOST = "connection lost"
-BEGUN_SECONDS = 10.0
 ENDED_SECONDS = 40.0
 
 
@@ -103,7 +102,7 @@ class Crowd:
 
     async def begun(self, count: int) -> None:
         """So many streams have begun."""
-        await soon(lambda: self.streaming() >= count, f"{count} streams have begun", BEGUN_SECONDS)
+        await soon(lambda: self.streaming() >= count, f"{count} streams have begun")
 
     async def ended(self) -> None:
         await asyncio.gather(*(caller.ended() for caller in self.callers))

@@ -31,7 +31,7 @@ async def ask_without_an_answer(scene: Scene) -> None:
     for _ in range(2):
         scene.call_each(NO_BYTE_YET, hold_seconds=0.5)
     count = 2 * len(scene.gateways) + scene.size.streams * len(scene.gateways)
-    await soon(lambda: sum(mock.log()["started"] for mock in scene.mocks) == count, "they are computed", 5)
+    await soon(lambda: sum(mock.log()["started"] for mock in scene.mocks) == count, "they are computed")
 
 
 @PART.fault("is killed (`kill -9`)", Needs(room=True), short=True)
@@ -71,7 +71,7 @@ async def hangs_before_headers(scene: Scene) -> None:
     struck = scene.mocks[0]
     struck.fail("hang", 2)
     calls = [call for _ in range(2) for call in scene.call_each(NO_BYTE_YET)]
-    await soon(lambda: struck.log()["received"] >= scene.size.streams + 2, "the replica has its share", 5)
+    await soon(lambda: struck.log()["received"] >= scene.size.streams + 2, "the replica has its share")
     scene.strike()
     for call in calls:
         await call.ended()

@@ -19,7 +19,7 @@ import redis
 from gateway.core.invariants import Snapshot, violations
 from gateway.ledger.verify import snapshot_of
 from tests.conformance.books import read_content
-from tests.faults.callers import BEGUN_SECONDS, COMPLETE, Caller, Crowd, error_event
+from tests.faults.callers import COMPLETE, Caller, Crowd, error_event
 from tests.faults.proxy import StoreProxy, store_proxy
 from tests.processes import GatewayProcess, Mock, World, world
 from tests.wire import blocks_of, soon
@@ -31,7 +31,7 @@ STEP_MS = 10
 """Of the mock engines: a token of every stream takes this long."""
 FLEET = "demo"
 PROMPT_TOKENS = 40
-WHOLE_SECONDS = 15.0
+WHOLE_SECONDS = 30.0
 """Longest that a fault may leave its mark."""
 LOOK_SECONDS = 0.05
 """Between two looks at the books."""
@@ -139,7 +139,7 @@ class Scene:
             for _ in range(self.size.waiting):
                 self.call(gateway, "waiting", self.needs.waiting_tokens)
         waiting = self.size.waiting * len(self.gateways)
-        await soon(lambda: _counts(self.books())[1] == waiting, f"{waiting} calls wait", BEGUN_SECONDS)
+        await soon(lambda: _counts(self.books())[1] == waiting, f"{waiting} calls wait")
         await self._replies_arrived()
 
     async def _replies_arrived(self) -> None:
@@ -149,7 +149,7 @@ class Scene:
         def renewed() -> bool:
             return all(end > before[owner] for owner, end in self.books().owners.items())
 
-        await soon(renewed, "every gateway's lease is renewed", BEGUN_SECONDS)
+        await soon(renewed, "every gateway's lease is renewed")
 
     def call(
         self, gateway: GatewayProcess, group: str = "streams", output_tokens: int = 0, **script: Any

@@ -29,6 +29,7 @@ from gateway.upstream.fleet import ReplicaShape, ReplicaSpec, ReplicaState
 from gateway.upstream.limits import UpstreamLimits
 from tests.conformance.books import assert_books_hold
 from tests.flow.driver import Visitor
+from tests.processes import HANG_SECONDS
 
 LONG = 20.0
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -179,7 +180,7 @@ def chat(**fields: Any) -> dict[str, Any]:
 async def soon(condition: Callable[[], Any], what: str) -> None:
     """Wait for something that needs no clock of ours; fails the test when it does not come."""
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(HANG_SECONDS):
             while not condition():
                 await asyncio.sleep(0.002)
     except TimeoutError:
@@ -189,7 +190,7 @@ async def soon(condition: Callable[[], Any], what: str) -> None:
 async def soon_true(condition: Callable[[], Any], what: str) -> None:
     """The same for a condition that is awaited."""
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(HANG_SECONDS):
             while not await condition():
                 await asyncio.sleep(0.005)
     except TimeoutError:

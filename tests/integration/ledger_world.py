@@ -20,11 +20,11 @@ from gateway.ledger.reservation import Ask
 from gateway.ledger.scripts import KEY_NAMES, key_prefix
 from gateway.ledger.valkey import HoldLimits, ValkeyLedger
 
-WAIT_SECONDS = 15.0
+WAIT_SECONDS = 30.0
 """Longest that a test waits for what has to happen; a busy machine may stand still for seconds."""
-HOLD = HoldLimits(seconds=20.0, calls_max=256, bytes_max=1 << 26)
+HOLD = HoldLimits(seconds=40.0, calls_max=256, bytes_max=1 << 26)
 """Longer than a test waits: who wants a call refused says for how long it is held."""
-PATIENT_SECONDS = 20.0
+PATIENT_SECONDS = 40.0
 """For replies, where no stall of the machine may look like an outage."""
 _numbers = itertools.count()
 

@@ -19,12 +19,11 @@ from gateway.core.quota import ALL_FLEETS
 from gateway.http.auth import new_key
 from gateway.ledger.scripts import fleet_keys
 from gateway.ledger.valkey import ValkeyLedger
-from tests.processes import QUICK_STORE, GatewayProcess, World
+from tests.processes import HANG_SECONDS, QUICK_STORE, GatewayProcess, World
 from tests.wire import Answer, Wire, ask, completion, post, soon
 
 pytestmark = pytest.mark.usefixtures("hang_up")
 
-SOON_SECONDS = 10.0
 FLEETS = ("red", "blue")
 LIMITED = {"name": "limited", "limits": {ALL_FLEETS: {"requests_max": 1}}}
 
@@ -82,7 +81,7 @@ async def test_a_limit_holds_over_fleets_and_gateways(
     def shown() -> Any:
         return second.state()[ALL_FLEETS]
 
-    await soon(lambda: shown()["queue"] == 1, "it waits for the stream on the other fleet", SOON_SECONDS)
+    await soon(lambda: shown()["queue"] == 1, "it waits for the stream on the other fleet")
     assert shown() == {
         "leases": 1,
         "queue": 1,
@@ -92,7 +91,7 @@ async def test_a_limit_holds_over_fleets_and_gateways(
     state = second.state()
     assert (state["queue"], state["fleets"]["blue"]["queue"], state["leases"]) == (0, 0, 1)
     depth = f'kvgate_queue_depth{{class="normal",fleet="{ALL_FLEETS}",lane=""}} 1.0'
-    await soon(lambda: depth in second.metrics(), "a scrape shows it", SOON_SECONDS)
+    await soon(lambda: depth in second.metrics(), "a scrape shows it")
     assert (await ask(second.url, call(free, "red"))).status == 200, "it is nobody else's limit"
     assert await verified(config) == 0
     assert "fleet all_fleets: the books hold: 1 calls on 1 replicas, 1 waiting" in capsys.readouterr().out
@@ -100,7 +99,7 @@ async def test_a_limit_holds_over_fleets_and_gateways(
     answer = await waiting
     assert answer.status == 200
     assert int(answer.headers["x-kvgate-queue-ms"]) > 0
-    await soon(lambda: held(new_world) == 0, "nothing is held", SOON_SECONDS)
+    await soon(lambda: held(new_world) == 0, "nothing is held")
 
 
 async def test_limits_come_to_be_with_a_change_of_the_keys_and_count_for_all_workers(
@@ -127,7 +126,7 @@ async def test_limits_come_to_be_with_a_change_of_the_keys_and_count_for_all_wor
     probing = asyncio.create_task(probe())
     write(path, [*rows, {"name": "new", "sha256": digest, "limits": limits}])
     answers: list[Answer] = []
-    async with asyncio.timeout(SOON_SECONDS):
+    async with asyncio.timeout(HANG_SECONDS):
         while sum(answer.status == 200 for answer in answers) < 6:
             batch = [ask(gateway.url, call(secret, fleet)) for fleet in FLEETS]
             answers += await asyncio.gather(*batch)
@@ -148,10 +147,10 @@ async def test_a_gateway_that_ends_gives_its_places_within_the_limits_back(new_w
     gateway = new_world.gateway(config, key)
     stream = await running(gateway, key, "red")
     waiting = asyncio.create_task(ask(gateway.url, call(key, "blue")))
-    await soon(lambda: held(new_world) == 2, "one runs, one waits", SOON_SECONDS)
+    await soon(lambda: held(new_world) == 2, "one runs, one waits")
     gateway.process.send_signal(signal.SIGTERM)
     assert ((await waiting).status, (await stream.events())[-1]) == (503, b"data: [DONE]")
-    gateway.process.wait(SOON_SECONDS)
+    gateway.process.wait(HANG_SECONDS)
     assert held(new_world) == 0
 
 

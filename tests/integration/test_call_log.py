@@ -37,7 +37,6 @@ ENGINE = (
     "--enable-prompt-tokens-details",
 )
 LOG = {"calls": "calls.jsonl", "level": "warning"}
-SOON_SECONDS = 5.0
 BODY_BYTES_MAX = 100_000
 WHOLE = (1600, 1601)
 """Prompt and output tokens of a call that takes the whole engine, its 200 blocks."""
@@ -82,7 +81,7 @@ class Scene:
 
     async def line(self, name: str) -> dict[str, Any]:
         """Of one call, once."""
-        await soon(lambda: by_id(self.lines(), name), f"a line of {name}", SOON_SECONDS)
+        await soon(lambda: by_id(self.lines(), name), f"a line of {name}")
         (found,) = by_id(self.lines(), name)
         return found
 
@@ -377,7 +376,7 @@ async def expect_no_room(scene: Scene) -> None:
     assert (line["class"], line["retry_ms"]) == ("now", int(answer.headers["retry-after-ms"]))
 
     waiting = await scene.open("left-queued", SMALL)
-    await soon(lambda: scene.gateway.state()["queue"] == 1, "one waits", SOON_SECONDS)
+    await soon(lambda: scene.gateway.state()["queue"] == 1, "one waits")
     answer = await scene.ask("full", SMALL, key=0)
     assert answer.code == "queue_full"
     line = await scene.line("full")
@@ -433,7 +432,7 @@ async def test_engines_that_fail(new_world: World) -> None:
     mock.process.kill()
     await asyncio.to_thread(mock.process.wait)
     await scene.ask("dead", SMALL)
-    await soon(lambda: not scene.gateway.is_ready(), "its replica is known to be down", SOON_SECONDS)
+    await soon(lambda: not scene.gateway.is_ready(), "its replica is known to be down")
     answer = await scene.ask("nowhere", SMALL)
     assert answer.code == "no_backend"
     line = await scene.line("nowhere")
@@ -445,7 +444,7 @@ async def test_engines_that_fail(new_world: World) -> None:
 async def test_a_store_that_is_away(new_world: World) -> None:
     scene, _ = serve(new_world, store={"on_outage": "refuse"})
     new_world.store.stop()
-    await soon(lambda: not scene.gateway.is_ready(), "the store is known to be away", SOON_SECONDS)
+    await soon(lambda: not scene.gateway.is_ready(), "the store is known to be away")
     answer = await scene.ask("away", SMALL)
     assert answer.code == "store_unavailable"
     line = await scene.line("away")
@@ -492,7 +491,7 @@ async def test_a_shutdown_writes_everything(new_world: World) -> None:
     scene, _ = serve(new_world, server={"grace_seconds": 1}, upstream={"idle_seconds": 600})
     holder = await scene.fill()
     waiting = await scene.open("waiting", SMALL)
-    await soon(lambda: scene.gateway.state()["queue"] == 1, "one waits", SOON_SECONDS)
+    await soon(lambda: scene.gateway.state()["queue"] == 1, "one waits")
     scene.gateway.process.send_signal(signal.SIGTERM)
     assert (await waiting.answer()).code == "draining"
     assert (await scene.ask("late", SMALL)).code == "draining"
@@ -540,12 +539,12 @@ async def test_workers_share_a_file_that_is_moved_away(new_world: World) -> None
             )
 
     await round_of(0)
-    await soon(lambda: len(scene.lines()) == 50, "the first lines are written", SOON_SECONDS)
+    await soon(lambda: len(scene.lines()) == 50, "the first lines are written")
     scene.path.rename(moved)
     await round_of(1)
     await asyncio.sleep(FOLLOW_SECONDS)
     await round_of(2)
-    await soon(lambda: len(lines_of(moved) + scene.lines()) == 150, "all lines are there", SOON_SECONDS)
+    await soon(lambda: len(lines_of(moved) + scene.lines()) == 150, "all lines are there")
     scene.gateway.stop()
     lines = lines_of(moved) + scene.lines()
     assert sorted(line["request_id"] for line in lines) == sorted(
@@ -573,9 +572,7 @@ async def test_a_full_disk_costs_lines_and_no_call(new_world: World) -> None:
     resource.prlimit(scene.gateway.process.pid, resource.RLIMIT_FSIZE, (1_000_900, limits[1]))
     answers = [await scene.ask(f"full-{n}", SMALL) for n in range(10)]
     assert [answer.status for answer in answers] == [200] * 10
-    await soon(
-        lambda: scene.gateway.metric(LOST) + len(scene.lines()) == 10, "all are accounted for", SOON_SECONDS
-    )
+    await soon(lambda: scene.gateway.metric(LOST) + len(scene.lines()) == 10, "all are accounted for")
     lost = scene.gateway.metric(LOST)
     assert 8 <= lost <= 10
     assert "calls are missing in it since the start" in scene.gateway.log.read_text()
@@ -591,7 +588,7 @@ async def test_a_folder_that_is_not_there(new_world: World) -> None:
     environ = {"KVGATE_LOG__CALLS": str(new_world.folder / "nowhere" / "calls.jsonl")}
     gateway = new_world.gateway(new_world.folder / "kvgate.yaml", scene.keys[0], **environ)
     assert (await ask(gateway.url, post(scene.keys[0], SMALL))).status == 200
-    await soon(lambda: gateway.metric(LOST) == 1, "it is counted", SOON_SECONDS)
+    await soon(lambda: gateway.metric(LOST) == 1, "it is counted")
     assert "No such file or directory" in gateway.log.read_text()
 
 

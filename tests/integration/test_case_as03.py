@@ -83,7 +83,7 @@ async def scene(world: World, **limits: int) -> AsyncIterator[Scene]:
         arrivals = [await stack.enter_async_context(one) for one in coming]
         yield Scene(gateways, arrivals, world.folder / "keys.yaml")
     for gateway in gateways:
-        await soon(gateway.is_quiet, "all is given back", 5)
+        await soon(gateway.is_quiet, "all is given back")
 
 
 def answers_of(calls: list[Seen]) -> set[tuple[int, str]]:

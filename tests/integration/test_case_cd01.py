@@ -68,7 +68,7 @@ class Crowd:
         for wire in self.wires:
             wire.reset()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await soon(self.is_quiet, "all is given back", 2)
+        await soon(self.is_quiet, "all is given back")
         assert self.mock.log()["received"] == PLACES, "no refused call reached the engine"
         self.mock.reset()
 

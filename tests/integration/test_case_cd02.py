@@ -34,7 +34,6 @@ SMALL_BLOCKS = blocks_of(PROMPT_TOKENS, SMALL_OUTPUT_TOKENS)
 SMALL_CHARGE = TAG_SCALE * call_cost(SMALL_BLOCKS, PROMPT_TOKENS, SMALL_OUTPUT_TOKENS)
 FLOW, KEY = ("only", "normal", "key-0"), "key-0"
 HEARTBEATS_SECONDS = 3 * QUICK_STORE["heartbeat_seconds"]
-SOON_SECONDS = 10.0
 LOOK_SECONDS = 0.005
 
 
@@ -66,8 +65,8 @@ class Case:
 
     async def whole(self) -> None:
         """What the gateway has for the store was answered, and heartbeats found nothing to mend."""
-        await soon(lambda: self.proxy.swallowed == 1, "the reply was lost", SOON_SECONDS)
-        await soon(self.gateway.is_ready, "the gateway is back at the store", SOON_SECONDS)
+        await soon(lambda: self.proxy.swallowed == 1, "the reply was lost")
+        await soon(self.gateway.is_ready, "the gateway is back at the store")
         await asyncio.sleep(HEARTBEATS_SECONDS)
         assert await asyncio.to_thread(self.gateway.metric, "kvgate_healed_total") == 0
         assert await asyncio.to_thread(self.gateway.metric, "kvgate_leases_expired_total") == 0
@@ -114,7 +113,7 @@ async def test_a_lost_reply(new_world: World, op: bytes, ending: str) -> None:
         assert held(running) == (BLOCKS, BLOCKS, 1)
         assert running.flows[FLOW].tag == CHARGE
         await end(wire, ending)
-        await soon(c.gateway.is_quiet, "all is given back", SOON_SECONDS)
+        await soon(c.gateway.is_quiet, "all is given back")
         await c.whole()
         assert held(c.books.read()) == (0, 0, 0)
         assert c.after_loss is not None
@@ -160,7 +159,7 @@ async def test_releasing_twice_takes_nothing_from_a_live_call(new_world: World, 
         c.lose_reply(SETTLE + id_.encode())
         c.books.reserved.clear()
         await end(wire, ending)
-        await soon(lambda: id_ not in c.books.read().calls, "it was given back", SOON_SECONDS)
+        await soon(lambda: id_ not in c.books.read().calls, "it was given back")
         ran_seconds = time.monotonic() - began
         await c.whole()
         assert c.books.carried_out(SETTLE, id_) == 2
@@ -173,5 +172,5 @@ async def test_releasing_twice_takes_nothing_from_a_live_call(new_world: World, 
         assert 0 < block_seconds <= math.ceil(BLOCKS * ran_seconds), "what it held, once"
         assert await stays.event(), "it still runs"
         stays.reset()
-        await soon(c.gateway.is_quiet, "all is given back", SOON_SECONDS)
+        await soon(c.gateway.is_quiet, "all is given back")
         assert held(c.books.read()) == (0, 0, 0)

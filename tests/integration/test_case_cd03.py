@@ -33,7 +33,6 @@ STEP_MS = 5
 EVENTS = (2, 3, 5, 10, 20)
 """After so many a stream is ended."""
 SCRAPE_SECONDS = 0.02
-QUIET_SECONDS = 5.0
 OUTCOMES = ("completed", "cancelled", "failed", "refused")
 MAY_BE_NEGATIVE = "kvgate_estimate_error_ratio"
 SAMPLE = re.compile(r"^(kvgate_\w+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
@@ -264,7 +263,7 @@ async def test_counts_after_every_way_to_end(new_world: World) -> None:
                 scraping = group.create_task(scraper.run())
                 await clients.run()
                 scraping.cancel()
-            await soon(scraper.is_zero, "inflight and reserved are 0", QUIET_SECONDS)
+            await soon(scraper.is_zero, "inflight and reserved are 0")
             check_outcomes(clients.drawn, await asyncio.to_thread(scraper.scrape))
     assert len(met) == clients.drawn["fails_first"]
     assert len(set(met.values())) == len(mocks)

@@ -29,7 +29,6 @@ HALF_MAX_TOKENS = 6_801
 assert 2 * blocks_of(PROMPT_TOKENS, HALF_MAX_TOKENS) == BLOCKS
 TOKENS = 300
 """Of every stream."""
-SOON_SECONDS = 10.0
 LOOK_SECONDS = 0.02
 
 
@@ -89,7 +88,7 @@ class Case:
         """It waits behind what runs."""
         before = self.states()
         wire = await self.ask(self.second, MAX_TOKENS)
-        await soon(lambda: len(self.books.read().calls) > len(before), "B waits", SOON_SECONDS)
+        await soon(lambda: len(self.books.read().calls) > len(before), "B waits")
         (id_,) = self.books.read().calls.keys() - before.keys()
         assert self.states() == {**before, id_: "queued"}
         return wire, id_
@@ -116,7 +115,7 @@ class Case:
         """Nothing of that call's owner is in flight: what it has to say now is sent at once."""
         owner = self.books.read().calls[id_].owner
         batch = self.books.read().sessions[owner].batch
-        await soon(lambda: self.books.read().sessions[owner].batch > batch, "a heartbeat", SOON_SECONDS)
+        await soon(lambda: self.books.read().sessions[owner].batch > batch, "a heartbeat")
         await asyncio.sleep(HEARTBEAT_SECONDS / 5)  # the proxy passes the reply on
 
     def states(self) -> dict[str, str]:
@@ -130,15 +129,12 @@ class Case:
         await soon(
             lambda: self.first.metric("kvgate_leases_expired_total") == 1 and self.first.is_ready(),
             "the gateway knows that its lease was lost",
-            SOON_SECONDS,
         )
         assert await self.metrics("kvgate_leases_expired_total") == (1, 0)
         assert await self.metrics("kvgate_store_up") == (1, 1)
 
     async def quiet(self) -> None:
-        await soon(
-            lambda: self.first.is_quiet() and self.second.is_quiet(), "all is given back", SOON_SECONDS
-        )
+        await soon(lambda: self.first.is_quiet() and self.second.is_quiet(), "all is given back")
         assert self.books.reserved <= {0, BLOCKS}
 
 
@@ -180,7 +176,7 @@ async def test_a_lease_is_lost_and_its_stream_cut(new_world: World) -> None:
         await c.lease_is_lost()
         await c.heartbeats(2)
         await c.keeps_place(b, b_id)
-        await soon(lambda: c.first.metric("kvgate_reserved_blocks") == BLOCKS, "as B holds", SOON_SECONDS)
+        await soon(lambda: c.first.metric("kvgate_reserved_blocks") == BLOCKS, "as B holds")
         b.reset()
         await c.quiet()
 
@@ -217,7 +213,7 @@ async def test_where_there_is_room_again_the_stream_goes_on(new_world: World) ->
         c.stop_way()
         await c.get_place(b)
         b.reset()
-        await soon(lambda: not c.books.read().calls, "nothing is held", SOON_SECONDS)
+        await soon(lambda: not c.books.read().calls, "nothing is held")
         await c.open_way()
         await c.lease_is_lost()
         assert c.states() == {a_id: "reserved"}

@@ -273,7 +273,7 @@ def fails(running: Running, fault: str, code: Code, stream: bool) -> None:
     mock.fail(fault)
     check_sdk(gateway, "/v1/chat/completions", CHAT | {"stream": stream}, code)
     assert mock.log()["received"] == 2
-    wait_until(gateway.is_quiet, "nothing is held", 3)
+    wait_until(gateway.is_quiet, "nothing is held")
 
 
 def test_eh02_an_engine_that_refuses_is_passed_on(running: Running) -> None:

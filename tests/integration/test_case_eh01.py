@@ -36,7 +36,6 @@ MINUTE_SECONDS = 37.2
 DAY, PART_OF_DAY = 2400, 900
 DAY_SECONDS = 9 * 3600
 NO_QUEUE = {"depth_max": 0}
-QUIET_SECONDS = 5.0
 
 
 def body(output_tokens: int = OUTPUT_TOKENS, **script: Any) -> dict[str, Any]:
@@ -152,7 +151,7 @@ async def fill(gateway: GatewayProcess, waiting: int) -> list[Wire]:
     for _ in range(waiting):
         wires.append(await Wire.open(gateway.url))
         await wires[-1].send(post(gateway.key, body()))
-    await soon(lambda: gateway.state()["queue"] == waiting, "they wait", QUIET_SECONDS)
+    await soon(lambda: gateway.state()["queue"] == waiting, "they wait")
     return wires
 
 

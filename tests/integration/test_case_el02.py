@@ -140,7 +140,7 @@ async def scene(world: World, with_tls: bool) -> AsyncIterator["Scene"]:
     try:
         # The door is in this process, so that nothing here may stop its loop.
         gateway = world.gateway(config, key, wait=False)
-        await soon(gateway.is_ready, "the gateway is ready", 20)
+        await soon(gateway.is_ready, "the gateway is ready")
         yield Scene(door, gateway)
     finally:
         accepting.cancel()
@@ -221,6 +221,6 @@ async def test_calls_that_are_cancelled_lose_no_connection(new_world: World, wit
             QUIET_SECONDS,
         )
         # Door and callers are one process: on a busy machine the gateway's probe of the engine may be late.
-        await soon(here.gateway.is_ready, "the engine is seen to be well", 10)
+        await soon(here.gateway.is_ready, "the engine is seen to be well")
         assert await here.statuses() == [200] * CALLS
         assert await here.rest() <= before + SCRAPE_CONNECTIONS

@@ -19,7 +19,6 @@ ROUNDS = 200
 PROMPT_TOKENS, OUTPUT_TOKENS = 32, 1569
 BLOCKS = blocks_of(PROMPT_TOKENS, OUTPUT_TOKENS)
 """Of every call here; the mock ends most of them long before."""
-QUIET_SECONDS = 1.0
 NO_QUEUE = {"depth_max": 0}
 
 
@@ -51,12 +50,10 @@ class Rounds:
     async def run(self, count: int) -> None:
         for number in range(count):
             moment = self.moments[number % len(self.moments)]
-            await soon(self.engine_is_done, "the engine has ended the call before", 5)
+            await soon(self.engine_is_done, "the engine has ended the call before")
             self.mock.reset()
             await moment()
-            await soon(
-                self.gateway.is_quiet, f"round {number}: quiet after leaving {moment.__name__}", QUIET_SECONDS
-            )
+            await soon(self.gateway.is_quiet, f"round {number}: quiet after leaving {moment.__name__}")
             await self.check_engine(number, moment.__name__)
             answer = await self.normal_call()
             assert answer.status == 200, (number, moment.__name__, answer)
@@ -71,7 +68,7 @@ class Rounds:
 
     async def check_engine(self, number: int, moment: str) -> None:
         """The engine is another process: it hears of the end a moment after the gateway closed the connection."""
-        await soon(self.engine_is_done, f"round {number}: the engine heard of {moment}", QUIET_SECONDS)
+        await soon(self.engine_is_done, f"round {number}: the engine heard of {moment}")
         log = self.mock.log()
         never_sent = moment == "at_any_time" and log["received"] == 0
         assert never_sent or log["aborted"] + log["finished"] == 1, (number, moment, log)
@@ -93,7 +90,7 @@ class Rounds:
     async def before_headers(self) -> None:
         """The engine has the call."""
         wire = await self.stream(hold_seconds=60)
-        await soon(lambda: self.mock.log()["started"], "the engine has started", 5)
+        await soon(lambda: self.mock.log()["started"], "the engine has started")
         wire.reset()
 
     async def after_headers(self) -> None:

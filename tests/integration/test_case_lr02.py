@@ -27,8 +27,6 @@ HEADERS_SECONDS = 1.5
 """Longer than a healthy call takes, and waited out five times by a batch of calls that hang."""
 HOLD_SECONDS = 0.6
 """Of healthy calls: they all run before the first one ends."""
-GIVEN_BACK_SECONDS = 1.0
-UP_SECONDS = 15.0
 QUEUE_SECONDS = 15.0
 """Longer than any call here has to wait."""
 CHUNK = 65_536
@@ -80,7 +78,7 @@ class Scene:
         return list(await asyncio.gather(*calls))
 
     async def nothing_is_held(self) -> None:
-        await soon(self.gateway.is_quiet, "all is given back", GIVEN_BACK_SECONDS)
+        await soon(self.gateway.is_quiet, "all is given back")
 
     async def healthy_calls_fit(self) -> None:
         """All ten at a time."""
@@ -90,7 +88,7 @@ class Scene:
         answers = await asyncio.gather(*calls)
         assert [answer.status for answer in answers] == [200] * PLACES
         assert [answer.headers["x-kvgate-queue-ms"] for answer in answers] == ["0"] * PLACES
-        await soon(lambda: self.mock.log()["finished"] == PLACES, "the engine has noted their ends", 5)
+        await soon(lambda: self.mock.log()["finished"] == PLACES, "the engine has noted their ends")
         times = [request["times"] for request in self.mock.log()["requests"]]
         assert max(t["started"] for t in times) < min(t["ended"] for t in times), "they ran side by side"
         await self.nothing_is_held()
@@ -135,7 +133,7 @@ async def test_nobody_listens(new_world: World) -> None:
     assert set(errors(await scene.batch())) == {Error(503, "no_backend")}
     await scene.nothing_is_held()
     scene.mock = engine(new_world, urlsplit(mock.url).port or 0)
-    await soon(scene.gateway.is_ready, "the engine is found again", UP_SECONDS)
+    await soon(scene.gateway.is_ready, "the engine is found again")
     await scene.healthy_calls_fit()
 
 

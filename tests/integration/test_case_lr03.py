@@ -5,7 +5,6 @@ left the gateway and has not reached the store.  A lease here is longer than the
 """
 
 import asyncio
-import time
 
 import httpx
 import pytest
@@ -20,8 +19,6 @@ PROMPT_TOKENS, OUTPUT_TOKENS = 20, 4000
 BLOCKS = blocks_of(PROMPT_TOKENS, OUTPUT_TOKENS)
 STEP_MS = 200
 DELAY_SECONDS = 0.03
-GONE_SECONDS = DELAY_SECONDS + 1
-BEGUN_SECONDS = 20.0
 FRAMES = 3
 """Read of each stream before it is dropped."""
 SIGNS = ("Task was destroyed", "never awaited", "never retrieved", "Traceback")
@@ -40,7 +37,7 @@ async def begin(scene: Scene, output_tokens: int) -> list[Wire]:
     body = completion(PROMPT_TOKENS, OUTPUT_TOKENS, stream=True, output_tokens=output_tokens)
     await change(scene.mock, "pause")
     wires = list(await asyncio.gather(*(send(scene.gateway, body) for _ in range(STREAMS))))
-    await soon(lambda: scene.mock.log()["received"] == STREAMS, "the engine has all of them", BEGUN_SECONDS)
+    await soon(lambda: scene.mock.log()["received"] == STREAMS, "the engine has all of them")
     assert len(scene.calls()) == STREAMS
     await change(scene.mock, "resume")
     heads = await asyncio.gather(*(wire.head() for wire in wires))
@@ -58,18 +55,15 @@ async def read_frames(wire: Wire, count: int) -> None:
         assert b'"text":' in (await wire.event() or b"")
 
 
-def drop(wires: list[Wire]) -> float:
-    """Returns when that began."""
-    began = time.monotonic()
+def drop(wires: list[Wire]) -> None:
     for wire in wires:
         wire.reset()
-    return began
 
 
-async def all_gone(scene: Scene, dropped_at: float, ending: str) -> None:
+async def all_gone(scene: Scene, ending: str) -> None:
     """From the store, the gateway and the engine; and the gateway's log tells of no clean-up that was lost."""
-    await scene.given_back(dropped_at + GONE_SECONDS - time.monotonic())
-    await soon(lambda: scene.mock.log()[ending] == STREAMS, f"for the engine they are {ending}", 2)
+    await scene.given_back()
+    await soon(lambda: scene.mock.log()[ending] == STREAMS, f"for the engine they are {ending}")
     await asyncio.to_thread(scene.gateway.stop)
     log = scene.gateway.log.read_text().splitlines()
     assert not [line for line in log if any(sign in line for sign in SIGNS)]
@@ -79,7 +73,8 @@ async def test_dropped_while_frames_flow(new_world: World) -> None:
     async with slow_store(new_world, engine(new_world), DELAY_SECONDS, max_num_seqs=STREAMS) as scene:
         wires = await begin(scene, OUTPUT_TOKENS)
         await asyncio.gather(*(read_frames(wire, FRAMES) for wire in wires))
-        await all_gone(scene, drop(wires), "aborted")
+        drop(wires)
+        await all_gone(scene, "aborted")
 
 
 async def test_dropped_while_their_release_is_in_flight(new_world: World) -> None:
@@ -90,8 +85,8 @@ async def test_dropped_while_their_release_is_in_flight(new_world: World) -> Non
         for events in await asyncio.gather(*(wire.events() for wire in wires)):
             assert events[-1] == b"data: [DONE]"
         assert len(scene.calls()) == STREAMS, "no release has arrived"
-        dropped_at = drop(wires)
+        drop(wires)
         for link in held:
             assert link.held
             link.held.set()
-        await all_gone(scene, dropped_at, "finished")
+        await all_gone(scene, "finished")

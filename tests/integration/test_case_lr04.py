@@ -17,7 +17,7 @@ import redis
 from gateway.ledger.verify import snapshot_of
 from tests.conformance.books import read_content
 from tests.faults.proxy import StoreProxy, store_proxy
-from tests.processes import QUICK_STORE, GatewayProcess, Mock, World, sum_of
+from tests.processes import HANG_SECONDS, QUICK_STORE, GatewayProcess, Mock, World, sum_of
 from tests.wire import Wire, ask, blocks_of, completion, post, soon
 
 pytestmark = pytest.mark.usefixtures("hang_up")
@@ -30,9 +30,6 @@ BUDGET = 1000
 HUNDRED, THOUSAND = (100, 1501), (1000, 15_001)
 """Prompt and output tokens of calls that need so many blocks."""
 LONG_LEASE = QUICK_STORE | {"lease_seconds": 300}
-BACK_SECONDS = 3.0
-QUIET_SECONDS = 10.0
-"""To read the books through the slow way takes a second."""
 LOOK_SECONDS = 0.005
 
 
@@ -49,10 +46,10 @@ class Scene:
         """Ids of all that the store holds."""
         return set(snapshot_of(read_content(self._store, "demo")).calls)
 
-    async def given_back(self, seconds: float) -> None:
+    async def given_back(self) -> None:
         """The store holds nothing any more, and no lease and no comparison of the books was needed for it."""
-        await soon(lambda: not self.calls(), "the store holds nothing", seconds)
-        await soon(self.gateway.is_quiet, "the gateway holds nothing", QUIET_SECONDS)
+        await soon(lambda: not self.calls(), "the store holds nothing")
+        await soon(self.gateway.is_quiet, "the gateway holds nothing")
         # In a thread: the page is made of what the store says, by a proxy that is in this loop.
         page = await asyncio.to_thread(self.gateway.metrics)
         assert sum_of("kvgate_leases_expired_total", page) == 0
@@ -79,7 +76,7 @@ async def leave_before_the_reply(scene: Scene) -> bool:
     known, not_asked_at = scene.calls(), time.monotonic()
     wire = await Wire.open(scene.gateway.url)
     await wire.send(post(scene.gateway.key, completion(*HUNDRED)))
-    async with asyncio.timeout(QUIET_SECONDS):
+    async with asyncio.timeout(HANG_SECONDS):
         while scene.calls() <= known:
             not_asked_at = time.monotonic()
             await asyncio.sleep(LOOK_SECONDS)
@@ -96,10 +93,10 @@ async def test_clients_leave_before_the_reply(new_world: World) -> None:
         while left.count(True) < CLIENTS:
             assert len(left) < CLIENTS_MAX
             left.append(await leave_before_the_reply(scene))
-        await scene.given_back(BACK_SECONDS)
+        await scene.given_back()
         assert mock.log()["received"] <= left.count(False), "who left in time never reached the engine"
         answer = await ask(scene.gateway.url, post(scene.gateway.key, completion(*THOUSAND, output_tokens=1)))
         assert answer.status == 200, answer
         assert answer.headers["x-kvgate-queue-ms"] == "0"
         assert answer.headers["x-kvgate-reserved-blocks"] == str(BUDGET)
-        await scene.given_back(BACK_SECONDS)
+        await scene.given_back()

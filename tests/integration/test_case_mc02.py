@@ -149,7 +149,7 @@ class Scene:
         """And wait for its successor."""
         killed = workers_of(self.gateway)[number]
         os.kill(killed, signal.SIGKILL)
-        await soon(lambda: workers_of(self.gateway).get(number, killed) != killed, "another is started", 15)
+        await soon(lambda: workers_of(self.gateway).get(number, killed) != killed, "another is started")
         await self.shows(len(self.streams.live))
         await self.streams.fill()
         await self.shows(STREAMS)

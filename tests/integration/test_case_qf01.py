@@ -37,7 +37,6 @@ MORE = 30
 """Calls that find no place, one after the other."""
 QUICK_SECONDS = 0.005
 LOOK_SECONDS = 0.02
-QUIET_SECONDS = 5.0
 INDEXES = ("queue", "order", "parked", "outbox", "deadlines", "backlog")
 """The store's keys that hold something while somebody waits."""
 WAITED_OUT = (429, "queue_timeout")
@@ -84,8 +83,8 @@ class Scene:
             await asyncio.sleep(LOOK_SECONDS)
 
     async def nothing_is_left(self) -> None:
-        await soon(self.gateway.is_quiet, "nobody waits and nothing is held", QUIET_SECONDS)
-        await soon(lambda: self.gauge() == 0, "the gauge shows it", QUIET_SECONDS)
+        await soon(self.gateway.is_quiet, "nobody waits and nothing is held")
+        await soon(lambda: self.gauge() == 0, "the gauge shows it")
         assert self.store.exists(*_keys(*INDEXES)) == 0
 
 
@@ -176,7 +175,7 @@ async def one_after_the_hundredth(scene: Scene) -> list[float]:
         assert (answer.status, answer.code) == (429, "queue_full")
     assert not any(call.done() for call in calls)
     waited = [await call for call in calls]
-    await soon(lambda: scene.entries() == 0, "their entries are gone with them", QUIET_SECONDS)
+    await soon(lambda: scene.entries() == 0, "their entries are gone with them")
     assert scene.deepest == DEPTH_MAX
     assert {(answer.status, answer.code) for answer, _ in waited} == {WAITED_OUT}
     return [seconds for _, seconds in waited]

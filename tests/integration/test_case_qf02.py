@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from tests.integration.watched_books import ADMIT, watched_books
-from tests.processes import QUICK_STORE, GatewayProcess, Mock, World, sum_of
+from tests.processes import HANG_SECONDS, QUICK_STORE, GatewayProcess, Mock, World, sum_of
 from tests.wire import Answer, Wire, ask, blocks_of, completion, post, soon
 
 pytestmark = pytest.mark.usefixtures("hang_up")
@@ -23,7 +23,6 @@ SMALL, SMALL_CALLS = (16, 145), 100
 REFUSALS = 20
 QUICK_SECONDS = 0.005
 LOOK_SECONDS = 0.05
-ANSWERED_SECONDS = 10.0
 
 
 def backend(world: World, blocks: int, *options: str) -> Mock:
@@ -106,14 +105,14 @@ async def test_as_large_as_a_backend(new_world: World) -> None:
     answer = await call(gateway, tokens_of(BACKEND_BLOCKS))
     assert (answer.status, answer.headers["x-kvgate-queue-ms"]) == (200, "0")
     assert answer.headers["x-kvgate-reserved-blocks"] == str(BACKEND_BLOCKS)
-    await soon(gateway.is_quiet, "nothing is held", ANSWERED_SECONDS)
+    await soon(gateway.is_quiet, "nothing is held")
     held = [await Wire.open(gateway.url) for _ in mocks]
     for wire in held:
         await wire.send(post(gateway.key, completion(*SMALL, stream=True, fail="hang:1")))
         assert (await wire.head())[0] == 200
     assert [mock.log()["started"] for mock in mocks].count(0) == 0, "each is busy"
     waiting = asyncio.create_task(call(gateway, tokens_of(BACKEND_BLOCKS)))
-    await soon(lambda: gateway.state()["queue"] == 1, "it waits", ANSWERED_SECONDS)
+    await soon(lambda: gateway.state()["queue"] == 1, "it waits")
     held[0].reset()
     answer = await waiting
     assert answer.status == 200
@@ -143,9 +142,7 @@ async def fifth_killed(world: World) -> AsyncIterator[GatewayProcess]:
 async def test_the_only_backend_that_is_large_enough_is_down(new_world: World) -> None:
     """The client may come back; what not even that one would hold is hopeless as before."""
     async with fifth_killed(new_world) as gateway:
-        await soon(
-            lambda: states(gateway).count("up") == BACKENDS, "it is known to be down", ANSWERED_SECONDS
-        )
+        await soon(lambda: states(gateway).count("up") == BACKENDS, "it is known to be down")
         for long_prompt in (True, False):
             expect_come_back(await call(gateway, tokens_of(TOO_LARGE), long_prompt))
         assert (await call(gateway, sum(SMALL))).status == 200
@@ -154,7 +151,7 @@ async def test_the_only_backend_that_is_large_enough_is_down(new_world: World) -
 
 async def test_a_call_meets_the_end_of_the_only_backend_that_is_large_enough(new_world: World) -> None:
     """It is told so: no other engine could ever hold it, so there is nothing to wait for."""
-    async with fifth_killed(new_world) as gateway, asyncio.timeout(ANSWERED_SECONDS):
+    async with fifth_killed(new_world) as gateway, asyncio.timeout(HANG_SECONDS):
         answer = await call(gateway, tokens_of(TOO_LARGE))
         assert (answer.status, answer.code) in {(502, "upstream_error"), (503, "no_backend")}
 

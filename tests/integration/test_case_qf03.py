@@ -121,7 +121,7 @@ def serve(world: World, tenants: Sequence[Tenant]) -> tuple[list[Traffic], Mock]
 async def test_tenants_and_classes(new_world: World) -> None:
     traffic, mock = serve(new_world, (A, B, C))
     await asyncio.gather(*(one.run() for one in traffic))
-    await soon(traffic[0].gateway.is_quiet, "nothing is left", 5)
+    await soon(traffic[0].gateway.is_quiet, "nothing is left")
     a, b, c = traffic
     assert len(a.served) < len(a.told) / 2, "A asked for more than there is"
     expect_undelayed(b)

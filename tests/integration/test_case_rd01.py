@@ -131,7 +131,7 @@ class Scene:
         return Outage(began, noticed, ended, time.monotonic())
 
     async def quiet(self) -> None:
-        await soon(lambda: all(gateway.is_quiet() for gateway in self.gateways), "all was given back", 5)
+        await soon(lambda: all(gateway.is_quiet() for gateway in self.gateways), "all was given back")
         for gateway in self.gateways:
             assert gateway.state()["debt"] == 0
             assert gateway.metric("kvgate_healed_total") == 0

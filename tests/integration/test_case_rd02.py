@@ -136,7 +136,7 @@ async def serving(world: World) -> AsyncIterator[tuple[Scene, Watch]]:
     config, (key,) = world.config([{"name": "only", "replicas": [mock.url]}], store=store)
     async with store_proxy(str(world.store.socket), tcp=True) as proxy:
         gateway = world.gateway(config, key, wait=False, KVGATE_STORE__URL=proxy.url)
-        await soon(gateway.is_ready, "the gateway is ready", 15)
+        await soon(gateway.is_ready, "the gateway is ready")
         async with arriving([gateway], completion(20, 10, stream=True), PER_SECOND) as arrivals:
             watch = Watch(gateway, arrivals)
             tasks = [asyncio.create_task(watch.count()), asyncio.create_task(watch.look())]
@@ -146,7 +146,7 @@ async def serving(world: World) -> AsyncIterator[tuple[Scene, Watch]]:
                 for task in tasks:
                     task.cancel()
                 await asyncio.wait(tasks)
-        await soon(gateway.is_quiet, "all was given back", 5)
+        await soon(gateway.is_quiet, "all was given back")
         await asyncio.to_thread(gateway.stop)
 
 

@@ -69,15 +69,15 @@ async def test_rush(new_world: World) -> None:
     path = str(new_world.store.socket)
     async with counting(path) as clients, store_proxy(path, tcp=True) as proxy:
         gateway = new_world.gateway(config, key, wait=False, KVGATE_STORE__URL=proxy.url)
-        await soon(gateway.is_ready, "the gateway is ready", 15)
-        await soon(lambda: clients.now == OF_A_GATEWAY + OF_KEYS, "it has its connections", 5)
+        await soon(gateway.is_ready, "the gateway is ready")
+        await soon(lambda: clients.now == OF_A_GATEWAY + OF_KEYS, "it has its connections")
         wires = list(await asyncio.gather(*(Wire.open(gateway.url) for _ in range(CALLS))))
         proxy.reply_seconds, clients.most = LATENCY_SECONDS, 0
         round_trips = []
         for _ in range(RUSHES):
             round_trips.append(await admitted(wires, request, proxy))
             assert clients.most == clients.now == OF_A_GATEWAY + OF_KEYS
-        await soon(gateway.is_quiet, "all was given back", 5)
+        await soon(gateway.is_quiet, "all was given back")
         await asyncio.to_thread(gateway.stop)
     waits_ms = [call["queue_ms"] for call in calls_in_log(gateway)]
     assert len(waits_ms) == RUSHES * CALLS

@@ -1,6 +1,7 @@
 """SR-02: a reload forgets nothing of what runs, and takes a file as a whole or not at all.
 
-30 streams hold 2,700 of 3,000 blocks while the keys file and the configuration are changed under them.
+30 streams hold 2,700 of 3,000 blocks while the keys file and the configuration are changed under them.  That a change
+counts within a second is for a clock that can be given: see `tests/unit/test_reload.py`.
 """
 
 import asyncio
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from gateway.http.auth import new_key
-from tests.processes import QUICK_STORE, GatewayProcess, World
+from tests.processes import HANG_SECONDS, QUICK_STORE, GatewayProcess, World
 from tests.wire import Wire, ask, blocks_of, completion, post, soon
 
 pytestmark = pytest.mark.usefixtures("hang_up")
@@ -20,9 +21,6 @@ STREAMS, EACH = 30, 90
 HELD = STREAMS * EACH
 PROMPT_TOKENS = 32
 OUTPUT_TOKENS = 16 * EACH - PROMPT_TOKENS
-RELOAD_SECONDS = 1.0
-"""The case's own bound for a new key; a busy machine gets a little more, see `SLACK_SECONDS`."""
-SLACK_SECONDS = 1.0
 WHOLE = {"limit": 3000, "reserved": HELD, "debt": 0}
 
 
@@ -110,7 +108,7 @@ async def ended(reloads: Reloads) -> None:
     await reloads.all_go_on()
     for wire in reloads.wires:
         wire.reset()
-    await soon(reloads.gateway.is_quiet, "all was given back", 5)
+    await soon(reloads.gateway.is_quiet, "all was given back")
 
 
 async def test_a_key_is_added(reloads: Reloads) -> None:
@@ -118,10 +116,10 @@ async def test_a_key_is_added(reloads: Reloads) -> None:
     assert await reloads.small_call(secret) == (401, "invalid_api_key")
     rows = json.loads(reloads.keys.read_text())
     reloads.keys.write_text(json.dumps([*rows, {"name": "new", "sha256": digest}]))
-    began = asyncio.get_running_loop().time()
-    while (await reloads.small_call(secret))[0] != 200:
-        assert asyncio.get_running_loop().time() < began + RELOAD_SECONDS + SLACK_SECONDS
-    await soon(lambda: reloads.books() == WHOLE, "the small call is gone", 5)
+    async with asyncio.timeout(HANG_SECONDS):
+        while (await reloads.small_call(secret))[0] != 200:
+            pass
+    await soon(lambda: reloads.books() == WHOLE, "the small call is gone")
     await ended(reloads)
 
 
@@ -129,7 +127,7 @@ async def test_the_budget_is_lowered_under_what_runs(reloads: Reloads) -> None:
     """Nothing is killed; nothing is admitted until less is held than may be; then calls go through again."""
     reloads.limit_blocks(2000)
     lowered = {"limit": 2000, "reserved": HELD, "debt": HELD - 2000}
-    await soon(lambda: reloads.books() == lowered, "the limit counts", RELOAD_SECONDS + SLACK_SECONDS)
+    await soon(lambda: reloads.books() == lowered, "the limit counts")
     assert await reloads.small_call() == (429, "capacity_exceeded")
     await reloads.all_go_on()
     assert reloads.books() == lowered
@@ -139,10 +137,10 @@ async def test_the_budget_is_lowered_under_what_runs(reloads: Reloads) -> None:
     for wire in reloads.wires[:7]:
         wire.reset()
     del reloads.wires[:7]
-    await soon(lambda: reloads.books()["reserved"] == HELD - 7 * EACH, "seven are given back", 5)
+    await soon(lambda: reloads.books()["reserved"] == HELD - 7 * EACH, "seven are given back")
     assert await reloads.small_call() == (429, "capacity_exceeded"), "2,070 are held"
     reloads.wires.pop().reset()
-    await soon(lambda: reloads.books()["reserved"] == HELD - 8 * EACH, "one more", 5)
+    await soon(lambda: reloads.books()["reserved"] == HELD - 8 * EACH, "one more")
     assert (await reloads.small_call())[0] == 200
     await ended(reloads)
 
@@ -150,13 +148,12 @@ async def test_the_budget_is_lowered_under_what_runs(reloads: Reloads) -> None:
 async def test_a_replica_is_removed_and_added_again(new_world: World) -> None:
     """Its streams finish, no new one is placed there; once empty it is gone from the books."""
     reloads = Reloads(new_world, "ab")
-    await reloads.start_streams(output_tokens=300)
+    await reloads.start_streams(output_tokens=1000)
     before = {name: replica["reserved"] for name, replica in reloads.replica_states().items()}
     reloads.change(pools=[{"name": "only", "replicas": reloads.replicas[:1]}])
     await soon(
         lambda: reloads.replica_states()["b"]["state"] == "removed",
         "it is on its way out",
-        RELOAD_SECONDS + SLACK_SECONDS,
     )
     assert {name: replica["reserved"] for name, replica in reloads.replica_states().items()} == before
     await reloads.all_go_on()
@@ -164,14 +161,15 @@ async def test_a_replica_is_removed_and_added_again(new_world: World) -> None:
     for _ in range(5):
         assert (await reloads.small_call())[0] == 200
     assert reloads.mocks[1].log()["received"] == 0
+    for mock in reloads.mocks:
+        mock.slow(0.2)
     while reloads.wires:
         assert (await reloads.wires.pop().events())[-1] == b"data: [DONE]"
-    await soon(lambda: list(reloads.replica_states()) == ["a"], "the empty one is forgotten", 5)
+    await soon(lambda: list(reloads.replica_states()) == ["a"], "the empty one is forgotten")
     reloads.change(pools=[{"name": "only", "replicas": reloads.replicas}])
     await soon(
         lambda: reloads.replica_states().get("b", {}).get("state") == "up",
         "it is back",
-        RELOAD_SECONDS + SLACK_SECONDS,
     )
     await ended(reloads)
 
@@ -191,7 +189,7 @@ async def test_a_file_that_is_wrong_is_left_out_as_a_whole(
     document = json.loads(good)
     document["fleets"][0] |= {"safe_fraction": 2.0, "aliases": ["another"]}
     reloads.write(text or json.dumps(document))
-    await soon(lambda: reloads.failures() == 1, "the failure is counted", RELOAD_SECONDS + SLACK_SECONDS)
+    await soon(lambda: reloads.failures() == 1, "the failure is counted")
     assert words in reloads.gateway.log.read_text()
     assert reloads.books() == WHOLE
     body = {**completion(PROMPT_TOKENS, 16, output_tokens=1), "model": "another"}
@@ -206,9 +204,7 @@ async def test_of_two_reloads_in_a_moment_the_last_one_counts(reloads: Reloads) 
     reloads.limit_blocks(2000)
     await asyncio.sleep(0.01)
     reloads.limit_blocks(2800)
-    await soon(
-        lambda: reloads.books()["limit"] == 2800, "the last one counts", RELOAD_SECONDS + SLACK_SECONDS
-    )
+    await soon(lambda: reloads.books()["limit"] == 2800, "the last one counts")
     assert reloads.books() == {"limit": 2800, "reserved": HELD, "debt": 0}
     assert (await reloads.small_call())[0] == 200
     await ended(reloads)

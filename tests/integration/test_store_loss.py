@@ -62,11 +62,11 @@ def test_a_store_restarted_empty_under_streams(running) -> None:
         world.store.process.kill()
         world.store.process.wait()
         world.store.start()
-        wait_until(first.is_ready, "the gate is open again", 5)
-        wait_until(lambda: held(first) == (before, 2 * STREAMS), "both have declared what they run", 5)
+        wait_until(first.is_ready, "the gate is open again")
+        wait_until(lambda: held(first) == (before, 2 * STREAMS), "both have declared what they run")
         assert stream(second, 5) == 5
         assert [call.result(20) for call in calls] == [OUTPUT_TOKENS] * 2 * STREAMS
-    wait_until(lambda: quiet(first, second), "everything was given back", 5)
+    wait_until(lambda: quiet(first, second), "everything was given back")
     assert mock.metric("vllm:num_preemptions_total") == 0
     assert mock.log()["aborted"] == 0
 
@@ -80,10 +80,10 @@ def test_a_paused_store_loses_nobodys_place(running) -> None:
         world.store.process.send_signal(signal.SIGSTOP)
         time.sleep(LEASE_SECONDS + 0.3)
         world.store.process.send_signal(signal.SIGCONT)
-        wait_until(lambda: first.is_ready() and second.is_ready(), "both are ready again", 5)
+        wait_until(lambda: first.is_ready() and second.is_ready(), "both are ready again")
         assert first.state()["leases"] == 2 * STREAMS
         assert [call.result(20) for call in calls] == [OUTPUT_TOKENS] * 2 * STREAMS
-    wait_until(lambda: quiet(first, second), "everything was given back", 5)
+    wait_until(lambda: quiet(first, second), "everything was given back")
     for gateway in (first, second):
         assert gateway.metric("kvgate_leases_expired_total") == 0
 
@@ -104,7 +104,7 @@ def test_a_killed_gateway_gives_its_place_to_the_waiting(running) -> None:
     assert answer.status_code == 200
     assert int(answer.headers["x-kvgate-queue-ms"]) > 100
     assert time.monotonic() - started < 10
-    wait_until(second.is_quiet, "everything was given back", 5)
+    wait_until(second.is_quiet, "everything was given back")
 
 
 def test_a_store_at_its_memory_limit_still_settles(running) -> None:
@@ -116,7 +116,7 @@ def test_a_store_at_its_memory_limit_still_settles(running) -> None:
         wait_until(lambda: first.state()["leases"] == 2 * STREAMS, "all are admitted")
         client.config_set("maxmemory", 1)
         assert [call.result(20) for call in calls] == [OUTPUT_TOKENS] * 2 * STREAMS
-        wait_until(lambda: quiet(first, second), "everything was given back", 5)
+        wait_until(lambda: quiet(first, second), "everything was given back")
 
 
 def test_without_a_store_calls_are_held_and_then_refused(running) -> None:
@@ -135,7 +135,7 @@ def test_without_a_store_calls_are_held_and_then_refused(running) -> None:
     assert first.client.get("/health/ready").status_code == 503
     assert first.client.get("/health/live").status_code == 200
     world.store.start()
-    wait_until(first.is_ready, "ready again", 5)
+    wait_until(first.is_ready, "ready again")
     assert first.client.post("/v1/completions", json=body).status_code == 200
 
 
@@ -173,4 +173,4 @@ def test_what_operators_read_does_not_wait_for_a_store_that_is_known_to_be_away(
         assert time.monotonic() - began < 2
     finally:
         world.store.process.send_signal(signal.SIGCONT)
-    wait_until(lambda: quiet(gateway), "the store is read again", 10)
+    wait_until(lambda: quiet(gateway), "the store is read again")

@@ -171,7 +171,7 @@ async def test_storm_over_one_engine(new_world: World) -> None:
     assert min(storm.keys_by(half).values()) >= storm.finished_by(half) / KEYS / 2, (
         "no key has to wait for others"
     )
-    await soon(lambda: all(gateway.is_quiet() for gateway in gateways), "nothing is held", 2)
+    await soon(lambda: all(gateway.is_quiet() for gateway in gateways), "nothing is held")
 
     without = Storm([bare.url], ["none"] * KEYS)
     with suppress(TimeoutError):
@@ -214,4 +214,4 @@ async def test_storm_over_two_pools(new_world: World) -> None:
     for pool, mock in mocks.items():
         assert preemptions(mock) == 0
         assert watch.average(pool) >= UTILISATION
-    await soon(lambda: all(gateway.is_quiet() for gateway in gateways), "nothing is held", 2)
+    await soon(lambda: all(gateway.is_quiet() for gateway in gateways), "nothing is held")

@@ -43,7 +43,7 @@ def test_a_process_that_reads_a_rename_late_holds_nobody_up(new_world: World) ->
     newer = new_world.folder / "newer.yaml"
     newer.write_text(json.dumps(document))
     new = new_world.gateway(newer, key)
-    wait_until(lambda: set(replicas_of(new)) == {"new-0", "new-1"}, "the store has the new names only", 5)
+    wait_until(lambda: set(replicas_of(new)) == {"new-0", "new-1"}, "the store has the new names only")
 
     body = {"model": "demo", "prompt": "hi", "max_tokens": 2}
     with concurrent.futures.ThreadPoolExecutor(4) as threads:
@@ -55,7 +55,7 @@ def test_a_process_that_reads_a_rename_late_holds_nobody_up(new_world: World) ->
         assert new.client.post("/v1/completions", json=body).status_code == 200
     assert {answer.status_code for answer in answers} == {200}
     assert time.monotonic() - began < 8, "long before queue.seconds_max"
-    wait_until(lambda: old.is_quiet() and new.is_quiet(), "all was given back", 5)
+    wait_until(lambda: old.is_quiet() and new.is_quiet(), "all was given back")
 
 
 def replicas_of(gateway: GatewayProcess) -> dict[str, object]:

@@ -198,7 +198,7 @@ async def test_who_comes_while_others_ask_shares_the_next_question(
     (one,) = await room(0, count=2)
     async with await asyncio.start_unix_server(held.answer, str(tmp_path / "1.sock")):
         first = asyncio.create_task(one.workers.call_roll())
-        await soon(lambda: held.asked == 1, "the first asks", 5)
+        await soon(lambda: held.asked == 1, "the first asks")
         crowd = [asyncio.create_task(one.workers.call_roll()) for _ in range(100)]
         await asyncio.sleep(0)
         held.let.set()
@@ -344,7 +344,7 @@ async def all_there(gateway: GatewayProcess) -> None:
         text = gateway.metrics()
         return MISSING in text and sum_of(MISSING, text) == 0
 
-    await soon(nobody_is_missing, "every worker answers", 20)
+    await soon(nobody_is_missing, "every worker answers")
 
 
 async def call(wire: Wire, key: str, max_tokens: int = 2) -> None:
@@ -368,19 +368,19 @@ async def test_every_worker_shows_all(new_world: World) -> None:
     streams: list[Wire] = []
     for number, count in enumerate((10, 20, 30, 40)):
         streams += [await open_stream(w, gateway.key) for w in await connections_to(gateway, number, count)]
-    await soon(lambda: mock.log()["started"] == 26 + 100, "the streams run", 20)
+    await soon(lambda: mock.log()["started"] == 26 + 100, "the streams run")
     for round_ in range(20):
         text = await page(wires[round_ % 4])
         assert (sum_of(CALLS, text), sum_of(INFLIGHT, text), sum_of(MISSING, text)) == (26, 100, 0)
         assert sum_of("kvgate_queue_wait_seconds_count", text) == 26
         assert (await state(wires[round_ % 4]))["inflight"] == 100
     held = (await state(wires[0]))["reserved"]
-    await soon(lambda: gateway.metric("kvgate_reserved_blocks") == held, "the store is shown once", 5)
+    await soon(lambda: gateway.metric("kvgate_reserved_blocks") == held, "the store is shown once")
     processes = [line for line in gateway.metrics().splitlines() if line.startswith("process_open_fds{")]
     assert [line.split("}")[0] for line in processes] == [f'process_open_fds{{worker="{n}"' for n in range(4)]
     for wire in streams:
         wire.reset()
-    await soon(lambda: gateway.metric(INFLIGHT) == 0, "nothing runs any more", 10)
+    await soon(lambda: gateway.metric(INFLIGHT) == 0, "nothing runs any more")
     assert gateway.metric(CALLS) == 26 + 100
 
 
@@ -388,7 +388,7 @@ async def kill(gateway: GatewayProcess, number: int, sig: int = signal.SIGKILL) 
     """And wait for its successor's first answer."""
     killed = workers_of(gateway)[number]
     os.kill(killed, sig)
-    await soon(lambda: workers_of(gateway).get(number, killed) != killed, "another one is started", 15)
+    await soon(lambda: workers_of(gateway).get(number, killed) != killed, "another one is started")
     await all_there(gateway)
 
 
@@ -429,7 +429,7 @@ async def test_counters_never_go_down_while_workers_are_killed_under_load(new_wo
     loads = [asyncio.create_task(_load(gateway)) for _ in range(6)]
     seen: list[float] = []
     try:
-        await soon(lambda: gateway.metric(CALLS) > 0, "calls end", 20)
+        await soon(lambda: gateway.metric(CALLS) > 0, "calls end")
         for number in (0, 2):
             os.kill(workers_of(gateway)[number], signal.SIGKILL)
             ends = time.monotonic() + 20
@@ -446,7 +446,7 @@ async def test_counters_never_go_down_while_workers_are_killed_under_load(new_wo
     assert seen == sorted(seen)
     assert 0 < seen[0] < seen[-1]
     Wire.hang_up_all()
-    await soon(lambda: gateway.metric(INFLIGHT) == 0, "the gauges tell of the living", 10)
+    await soon(lambda: gateway.metric(INFLIGHT) == 0, "the gauges tell of the living")
     assert gateway.metric(CALLS) >= seen[-1]
 
 
@@ -508,7 +508,7 @@ async def test_every_worker_follows_the_configuration(new_world: World) -> None:
     document["classes"] = [{"name": "other", "share": 1.0}]
     config.write_text(json.dumps(document))
     failures = 'kvgate_reload_failures_total{file="config"}'
-    await soon(lambda: f"{failures} 3.0" in gateway.metrics(), "each worker says that it cannot", 10)
+    await soon(lambda: f"{failures} 3.0" in gateway.metrics(), "each worker says that it cannot")
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -519,11 +519,11 @@ async def test_another_store_is_a_change_that_wants_a_restart(new_world: World, 
     config, (key,) = new_world.config(pools, store=QUICK_STORE | {"url": "embedded"})
     gateway = new_world.gateway(config, key, "--workers", str(workers))
     failures = 'kvgate_reload_failures_total{file="config"}'
-    await soon(lambda: f"{failures} 0.0" in gateway.metrics(), "nothing is wrong with the file", 10)
+    await soon(lambda: f"{failures} 0.0" in gateway.metrics(), "nothing is wrong with the file")
     document = json.loads(config.read_text())
     document["store"]["url"] = "redis://127.0.0.1:9"
     config.write_text(json.dumps(document))
-    await soon(lambda: f"{failures} {workers}.0" in gateway.metrics(), "each worker says that it cannot", 10)
+    await soon(lambda: f"{failures} {workers}.0" in gateway.metrics(), "each worker says that it cannot")
 
 
 async def test_one_worker_has_no_socket_and_no_folder(new_world: World) -> None:

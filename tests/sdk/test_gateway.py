@@ -145,7 +145,7 @@ def test_an_aborted_message_is_an_error(
         list(stream.text_stream)
     with pytest.raises(anthropic.InternalServerError, match="upstream_error"):
         anthropics.messages.create(model="demo", messages=MESSAGES, max_tokens=5)
-    wait_until(gateway.is_quiet, "nothing is held", 3)
+    wait_until(gateway.is_quiet, "nothing is held")
 
 
 @pytest.mark.parametrize("path", ["/v1/messages/", "/v1/messages/count_tokens", "/v1/%6dessages"])
@@ -166,5 +166,5 @@ def test_a_message_that_is_closed_early_is_aborted(
     mock.reset()
     with anthropics.messages.stream(model="demo", messages=MESSAGES, max_tokens=2000) as stream:
         next(iter(stream.text_stream))
-    wait_until(gateway.is_quiet, "nothing is held", 3)
-    wait_until(lambda: mock.log()["aborted"] == 1, "the engine saw it", 3)
+    wait_until(gateway.is_quiet, "nothing is held")
+    wait_until(lambda: mock.log()["aborted"] == 1, "the engine saw it")
