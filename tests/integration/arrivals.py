@@ -44,6 +44,10 @@ class Arrivals:
         """Calls that were sent in that time."""
         return [seen for seen in self.seen if start <= seen.sent_at < end]
 
+    def answered(self, start: float, end: float) -> list[Seen]:
+        """Calls that were sent and whose answer began in that time."""
+        return [seen for seen in self.between(start, end) if seen.sent_at + seen.seconds < end]
+
     async def run(self) -> None:
         """Until cancelled; then every call that was sent is followed to its end."""
         calls: list[asyncio.Task[None]] = []
@@ -80,6 +84,7 @@ class Arrivals:
         events = await wire.events()
         self.blocks[url] -= blocks
         assert events[-1] == b"data: [DONE]"
+        assert b'"error"' not in events[-2], "nobody ended it"
         return Seen(sent_at, seconds, status, "", 0)
 
 
