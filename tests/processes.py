@@ -92,7 +92,11 @@ class Mock:
 
     def slow(self, factor: float) -> None:
         """Its steps take so many times as long from now on; below 1 it is quick."""
-        self._client.post("/mock/state", json={"state": "slow", "factor": factor}).raise_for_status()
+        self.change("slow", factor=factor)
+
+    def change(self, state: str, **fields: float) -> None:
+        """See `gateway/mock/control.py`."""
+        self._client.post("/mock/state", json={"state": state, **fields}).raise_for_status()
 
     def reset(self) -> None:
         self._client.post("/mock/reset").raise_for_status()

@@ -6,7 +6,6 @@ left the gateway and has not reached the store.  A lease here is longer than the
 
 import asyncio
 
-import httpx
 import pytest
 
 from tests.integration.test_case_lr04 import Scene, slow_store
@@ -35,19 +34,14 @@ def engine(world: World) -> Mock:
 async def begin(scene: Scene, output_tokens: int) -> list[Wire]:
     """All streams start in the same steps of the engine, and so end in the same ones."""
     body = completion(PROMPT_TOKENS, OUTPUT_TOKENS, stream=True, output_tokens=output_tokens)
-    await change(scene.mock, "pause")
+    await asyncio.to_thread(scene.mock.change, "pause")
     wires = list(await asyncio.gather(*(send(scene.gateway, body) for _ in range(STREAMS))))
     await soon(lambda: scene.mock.log()["received"] == STREAMS, "the engine has all of them")
     assert len(scene.calls()) == STREAMS
-    await change(scene.mock, "resume")
+    await asyncio.to_thread(scene.mock.change, "resume")
     heads = await asyncio.gather(*(wire.head() for wire in wires))
     assert [status for status, _ in heads] == [200] * STREAMS
     return wires
-
-
-async def change(mock: Mock, state: str) -> None:
-    async with httpx.AsyncClient(base_url=mock.url, trust_env=False) as client:
-        (await client.post("/mock/state", json={"state": state})).raise_for_status()
 
 
 async def read_frames(wire: Wire, count: int) -> None:

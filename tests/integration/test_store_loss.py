@@ -10,11 +10,16 @@ from collections.abc import Iterator
 import pytest
 import redis
 
-from tests.processes import GatewayProcess, Mock, World, wait_until
+from tests.processes import HANG_SECONDS, GatewayProcess, Mock, World, wait_until
 
 STREAMS = 5
-OUTPUT_TOKENS, STEP_MS = 400, 12
-"""Five seconds of the mock engine: longer than an outage here and what a busy machine adds to it."""
+OUTPUT_TOKENS, STEP_MS = 400, 45
+"""18 s of the mock engine: far longer than an outage here, on a busy machine, too."""
+QUICK = 0.1
+"""Its steps once the outage is over."""
+READING_SECONDS = 2.0
+"""That a reading of the store has."""
+READINGS = 10
 LEASE_SECONDS = 2.0
 
 
@@ -65,6 +70,7 @@ def test_a_store_restarted_empty_under_streams(running) -> None:
         wait_until(first.is_ready, "the gate is open again")
         wait_until(lambda: held(first) == (before, 2 * STREAMS), "both have declared what they run")
         assert stream(second, 5) == 5
+        mock.slow(QUICK)
         assert [call.result(20) for call in calls] == [OUTPUT_TOKENS] * 2 * STREAMS
     wait_until(lambda: quiet(first, second), "everything was given back")
     assert mock.metric("vllm:num_preemptions_total") == 0
@@ -73,7 +79,7 @@ def test_a_store_restarted_empty_under_streams(running) -> None:
 
 def test_a_paused_store_loses_nobodys_place(running) -> None:
     """The store stops for longer than a lease, with both owners alive."""
-    world, _, first, second = running
+    world, mock, first, second = running
     with streaming(first, second) as calls:
         wait_until(lambda: first.state()["leases"] == 2 * STREAMS, "all are admitted")
         assert world.store.process
@@ -82,6 +88,7 @@ def test_a_paused_store_loses_nobodys_place(running) -> None:
         world.store.process.send_signal(signal.SIGCONT)
         wait_until(lambda: first.is_ready() and second.is_ready(), "both are ready again")
         assert first.state()["leases"] == 2 * STREAMS
+        mock.slow(QUICK)
         assert [call.result(20) for call in calls] == [OUTPUT_TOKENS] * 2 * STREAMS
     wait_until(lambda: quiet(first, second), "everything was given back")
     for gateway in (first, second):
@@ -92,29 +99,31 @@ def test_a_killed_gateway_gives_its_place_to_the_waiting(running) -> None:
     """Its lease expires, its blocks return, and the other's queued call is granted."""
     _, _, first, second = running
     big = {"model": "demo", "prompt": [1] * 1600, "max_tokens": 3000, "stream": True}
-    with first.client.stream("POST", "/v1/completions", json=big) as answer:
-        lines = answer.iter_lines()
-        assert next(lines).startswith("data: ")
-        first.process.kill()
-    assert first.process.wait(5)
-    assert second.state()["leases"] == 1
     waiting = {"model": "demo", "prompt": [1] * 1600, "max_tokens": 5}
-    started = time.monotonic()
-    answer = second.client.post("/v1/completions", json=waiting)
+    with (
+        concurrent.futures.ThreadPoolExecutor(1) as threads,
+        first.client.stream("POST", "/v1/completions", json=big) as stream_,
+    ):
+        assert next(stream_.iter_lines()).startswith("data: ")
+        asked = threads.submit(second.client.post, "/v1/completions", json=waiting)
+        wait_until(lambda: second.state()["queue"] == 1, "it waits")
+        first.process.kill()
+        answer = asked.result()
+    assert first.process.wait(HANG_SECONDS)
     assert answer.status_code == 200
     assert int(answer.headers["x-kvgate-queue-ms"]) > 100
-    assert time.monotonic() - started < 10
     wait_until(second.is_quiet, "everything was given back")
 
 
 def test_a_store_at_its_memory_limit_still_settles(running) -> None:
     """Calls end and give back; nothing leaks."""
-    world, _, first, second = running
+    world, mock, first, second = running
 
     client = redis.Redis(unix_socket_path=str(world.store.socket), protocol=2)
     with contextlib.closing(client), streaming(first, second) as calls:
         wait_until(lambda: first.state()["leases"] == 2 * STREAMS, "all are admitted")
         client.config_set("maxmemory", 1)
+        mock.slow(QUICK)
         assert [call.result(20) for call in calls] == [OUTPUT_TOKENS] * 2 * STREAMS
         wait_until(lambda: quiet(first, second), "everything was given back")
 
@@ -160,17 +169,17 @@ def test_two_fleets_in_one_gateway(new_world: World) -> None:
 
 
 def test_what_operators_read_does_not_wait_for_a_store_that_is_known_to_be_away(running) -> None:
-    """A store that takes connections and never answers; a reading of it has two seconds."""
+    """A store that takes connections and never answers: readings of it would take twice the time that all have."""
     world, _, gateway, _ = running
     assert world.store.process
     world.store.process.send_signal(signal.SIGSTOP)
     try:
         wait_until(lambda: gateway.metric("kvgate_store_up") == 0, "the outage is known")
         began = time.monotonic()
-        for _ in range(5):
+        for _ in range(READINGS):
             assert gateway.state()["reserved"] is None
             assert gateway.metric("kvgate_store_up") == 0
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < READINGS * READING_SECONDS / 2
     finally:
         world.store.process.send_signal(signal.SIGCONT)
     wait_until(lambda: quiet(gateway), "the store is read again")
