@@ -11,7 +11,7 @@ from pathlib import Path
 from gateway.ledger.scripts import KEY_NAMES
 
 CHUNK = 1 << 18
-END_SECONDS = 5.0
+END_SECONDS = 30.0
 """For all connections to end after the proxy."""
 _NO_TIME = f":{KEY_NAMES[-1]}\r\n$0\r\n\r\n".encode()
 """In the request of a script: the last key, and `now` left to the store's own clock."""

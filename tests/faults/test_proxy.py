@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.proxy import store_proxy
+from tests.processes import HANG_SECONDS
 
 
 @pytest.mark.parametrize("kept", ["requests", "replies"])
@@ -14,7 +15,7 @@ async def test_it_ends_with_what_it_keeps(kept: str) -> None:
     with tempfile.TemporaryDirectory(prefix="kvgate-") as folder:
         target = str(Path(folder) / "echo.sock")
         async with await asyncio.start_unix_server(_echo, target):
-            async with asyncio.timeout(5), store_proxy(target) as proxy:
+            async with asyncio.timeout(HANG_SECONDS), store_proxy(target) as proxy:
                 reader, writer = await asyncio.open_unix_connection(proxy.url.removeprefix("unix://"))
                 await _ask(reader, writer)
                 if kept == "requests":

@@ -426,14 +426,14 @@ async def test_an_answer_that_nobody_reads_is_dropped_in_time(
 
 async def test_an_answer_that_is_read_slowly_arrives_whole(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes longer in all than a client may take for the next of it."""
-    unread_seconds = 0.6
+    unread_seconds = 2.5
     monkeypatch.setattr("gateway.http.protocol.UNREAD_SECONDS", unread_seconds)
     wire = await Wire.open(url, limit=1 << 16)
     await wire.send(request("/large", b"", "connection: close"))
     arrived, began = 0, time.monotonic()
     while part := await wire._reader.read(1 << 17):
         arrived += len(part)
-        await asyncio.sleep(unread_seconds / 30)
+        await asyncio.sleep(unread_seconds / 60)
     assert arrived > LARGE_BYTES
-    assert time.monotonic() - began > 3 * unread_seconds
+    assert time.monotonic() - began > unread_seconds
     wire.close()

@@ -17,7 +17,7 @@ NAME = "main"
 """What sentinels call the primary."""
 DOWN_AFTER_MS = 600
 QUORUM = 2
-SETUP_SECONDS = 15.0
+SETUP_SECONDS = 30.0
 
 
 class Node:

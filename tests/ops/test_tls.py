@@ -14,7 +14,7 @@ from gateway.ledger.embedded import EmbeddedStore
 from gateway.ledger.scripts import fleet_keys
 from gateway.ledger.state import read_state
 from gateway.ledger.wire import StoreAway
-from tests.integration.ledger_world import eventually, world
+from tests.integration.ledger_world import WAIT_SECONDS, eventually, world
 from tests.ops.redis_server import HOST, Certificates, make_certificates, tls_options
 from tests.processes import free_port
 
@@ -51,7 +51,7 @@ async def test_everything_goes_by_tls(secured: Secured) -> None:
         heard = asyncio.Event()
         ears = asyncio.create_task(listen(secured.url(), "here", heard.set))
         await eventually(lambda: w.store.publish("here", ""))
-        await asyncio.wait_for(heard.wait(), 2)
+        await asyncio.wait_for(heard.wait(), WAIT_SECONDS)
         ears.cancel()
         await asyncio.wait([ears])
         ask.settle(None, None)
@@ -74,7 +74,7 @@ async def test_who_cannot_prove_its_name_is_no_store(secured: Secured, tmp_path:
             await connection.open()
         with pytest.raises(StoreAway):
             await read_state(url, "f")
-        await asyncio.wait_for(breaks.wait(), 2)
+        await asyncio.wait_for(breaks.wait(), WAIT_SECONDS)
         with redis.Redis(unix_socket_path=str(secured.store.socket), protocol=2) as client:
             assert not client.pubsub_channels("here")
     finally:

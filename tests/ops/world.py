@@ -9,7 +9,7 @@ from gateway.ledger.api import Grant
 from tests.integration.ledger_world import Member, World, eventually, world
 from tests.ops.servers import Node
 
-MOVE_SECONDS = 12.0
+MOVE_SECONDS = 30.0
 """For a failover, with the sentinels' own patience."""
 LIMIT = 100
 
