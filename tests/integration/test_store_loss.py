@@ -102,9 +102,10 @@ def test_a_killed_gateway_gives_its_place_to_the_waiting(running) -> None:
     waiting = {"model": "demo", "prompt": [1] * 1600, "max_tokens": 5}
     with (
         concurrent.futures.ThreadPoolExecutor(1) as threads,
-        first.client.stream("POST", "/v1/completions", json=big) as stream_,
+        first.client.stream("POST", "/v1/completions", json=big) as running_stream,
     ):
-        assert next(stream_.iter_lines()).startswith("data: ")
+        lines = running_stream.iter_lines()  # whose end would be the stream's
+        assert next(lines).startswith("data: ")
         asked = threads.submit(second.client.post, "/v1/completions", json=waiting)
         wait_until(lambda: second.state()["queue"] == 1, "it waits")
         first.process.kill()
