@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 import gateway
 from tests.ops import redis_server
@@ -20,6 +21,10 @@ def pytest_configure() -> None:
 
 
 STORE = redis_server.apply(os.environ)
+
+# An example that a busy machine holds up is no slow example: pytest's own limit sees one that never ends.
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
 
 
 def pytest_report_header() -> list[str]:
