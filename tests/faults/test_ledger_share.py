@@ -215,7 +215,7 @@ async def test_a_grant_whose_answer_was_lost_is_given_back_for_the_one_of_the_sh
 
 async def test_a_connection_that_breaks_is_no_outage(path):
     async with world(path, 100, lease_ms=LONG_LEASE_MS) as w, store_proxy(path) as proxy:
-        m = await w.join(proxy.url, share_seconds=SHARE_SECONDS)
+        m = await w.join(proxy.url, share_seconds=SHARE_SECONDS, reply_seconds=PATIENT_SECONDS)
         running = await m.reserve(90)
         await read_portions((m, 100))
         ask = m.open(20)
@@ -548,7 +548,8 @@ async def test_the_gate_lets_no_block_be_admitted_twice(own_store, with_data):
     path = str(own_store.socket)
     timing = {"lease_ms": LONG_LEASE_MS, "heartbeat_ms": 50 if with_data else 1000}
     async with world(path, 100, 100, **timing) as w, store_proxy(path) as proxy:
-        members = [await w.join(), await w.join(), await w.join(proxy.url)]
+        ways = ("", "", proxy.url)
+        members = [await w.join(way, reply_seconds=PATIENT_SECONDS) for way in ways]
         async with loaded(members, 100) as load:
             for times in (2, 3):
                 seen = load.grants

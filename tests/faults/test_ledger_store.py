@@ -256,7 +256,7 @@ async def test_a_store_restarted_with_older_data_learns_what_it_missed(path):
 
 async def test_after_a_restart_with_data_a_lost_lease_is_not_declared_by_force(own_store):
     async with world(str(own_store.socket), 100) as w:
-        sleeper, m = await w.join(), await w.join()
+        sleeper, m = [await w.join(reply_seconds=PATIENT_SECONDS) for _ in range(2)]
         old = await sleeper.reserve(60)
         restart(own_store, with_data=True)
         await eventually(lambda: all(each.events.count(StoreUp(True)) == 2 for each in (sleeper, m)))
@@ -273,7 +273,7 @@ async def test_after_a_restart_with_data_a_lost_lease_is_not_declared_by_force(o
 
 async def test_a_store_that_forgot_its_scripts_gets_them_again(path):
     async with world(path, 100) as w:
-        m = await w.join()
+        m = await w.join(reply_seconds=PATIENT_SECONDS)
         ask = await m.reserve(10)
         w.store.function_flush()
         await eventually(lambda: m.events.count(StoreUp(False)) == 1)

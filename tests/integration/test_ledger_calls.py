@@ -18,7 +18,15 @@ from gateway.core.outcomes import Code, Refusal
 from gateway.core.quota import Quota, Units
 from gateway.ledger.api import Ahead, Grant
 from gateway.ledger.state import read_state
-from tests.integration.ledger_world import HOLD, WAIT_SECONDS, demand, eventually, running_store, world
+from tests.integration.ledger_world import (
+    HOLD,
+    PATIENT_SECONDS,
+    WAIT_SECONDS,
+    demand,
+    eventually,
+    running_store,
+    world,
+)
 
 LEDGER_DOCUMENT = Path(__file__).parents[2] / "docs/ledger.md"
 
@@ -393,7 +401,7 @@ async def test_close_gives_up_on_a_store_that_is_away(path):
 async def test_a_failure_of_our_own_is_told_and_everything_starts_anew(path, caplog, monkeypatch):
     """It counts as an outage."""
     async with world(path, 100) as w:
-        m = await w.join()
+        m = await w.join(reply_seconds=PATIENT_SECONDS)
         ask = await m.reserve(10)
         real, failures = m.ledger.digest, []
 
