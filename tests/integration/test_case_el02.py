@@ -25,7 +25,7 @@ from tests.ops.redis_server import HOST, make_certificates
 from tests.processes import QUICK_STORE, GatewayProcess, World, sum_of
 from tests.wire import Wire, ask, completion, post, soon
 
-pytestmark = pytest.mark.usefixtures("hang_up")
+pytestmark = [pytest.mark.usefixtures("hang_up"), pytest.mark.timeout(150)]
 
 LONG = bool(os.environ.get("KVGATE_TEST_LONG"))
 STORM_SECONDS = 10.0 if LONG else 3.0
