@@ -108,6 +108,10 @@ class RoundTrips:
 
     def __init__(self) -> None:
         self.requests: list[bytearray] = []
+        self.sent_at: list[float] = []
+        """When each came here, in seconds of the monotonic clock."""
+        self.replied_at: list[float] = []
+        """When each reply left from here."""
         self.overlaps = 0
         """Requests that did not wait for the reply to the one before."""
         self._unanswered = False
@@ -117,11 +121,14 @@ class RoundTrips:
             self.overlaps += self._unanswered
             self._unanswered = True
             self.requests.append(bytearray())
+            self.sent_at.append(time.monotonic())
         if self.requests:
             self.requests[-1] += data
 
     def reply(self, data: bytes) -> None:
         if not data.startswith(_MESSAGE):
+            if self._unanswered:
+                self.replied_at.append(time.monotonic())
             self._unanswered = False
 
 

@@ -21,6 +21,8 @@ from gateway.core.outcomes import Code, Refusal
 from gateway.core.share import Portion
 from gateway.ledger.api import Grant
 from gateway.ledger.valkey import HoldLimits
+from gateway.ledger.verify import snapshot_of
+from tests.conformance.books import read_content
 from tests.faults.proxy import store_proxy
 from tests.integration.ledger_world import PATIENT_SECONDS, eventually, running_store, world
 from tests.processes import wait_until
@@ -670,19 +672,37 @@ def _status(gateway):
     return answer.status_code
 
 
+def _read_the_books(path, times):
+    """Each gateway renews its lease so many times more, and reads the books as often."""
+    with redis.Redis(unix_socket_path=path, protocol=2) as store:
+
+        def owners():
+            return snapshot_of(read_content(store, "demo")).owners
+
+        for _ in range(times):
+            before = owners()
+            wait_until(
+                lambda before=before: all(end > before[owner] for owner, end in owners().items()),
+                "a heartbeat of each",
+            )
+
+
 def test_two_gateways_serve_on_without_their_store():
     """300 blocks: 168 run, each gateway's part of the rest is 66, two calls more."""
     timing = {"lease_seconds": 4, "heartbeat_seconds": 0.2, "on_outage": "share"}
     with processes() as here, concurrent.futures.ThreadPoolExecutor(16) as threads:
-        mock = here.mock("--blocks", "301", "--step-base-ms", "5")
+        mock = here.mock("--blocks", "301", "--step-base-ms", "50")
         config, (key,) = here.config([{"name": "only", "replicas": [mock.url]}], store=timing)
         gateways = [here.gateway(config, key) for _ in range(2)]
         first = list(map(threads.submit, repeat(_status), gateways * 3))
         wait_until(lambda: gateways[0].state()["leases"] == 6, "all are admitted")
-        time.sleep(2.5 * timing["heartbeat_seconds"])  # each has read the books since
+        _read_the_books(str(here.store.socket), 3)
         kill(here.store)
         wait_until(lambda: "kvgate_store_up 0.0" in gateways[1].metrics(), "it is noticed")
         later = list(map(threads.submit, repeat(_status), gateways * 3))
+        wait_until(lambda: mock.log()["received"] == 6 + 4, "some of them run beside the first")
+        wait_until(lambda: sum(call.done() for call in later) == 2, "the others are refused")
+        mock.slow(0.1)
         assert sorted(call.result(20) for call in later) == [200] * 4 + [503] * 2
         assert [call.result(20) for call in first] == [200] * 6
         assert [gateway.metric("kvgate_share_admissions_total") for gateway in gateways] == [2, 2]

@@ -193,7 +193,7 @@ async def run(stage: Stage, scene: Scene, at: int, how: str, turns: int = 0) -> 
 
     task = asyncio.create_task(_finished(steps))
     begun(task)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         await asyncio.wait({task})
     if how != "cancelled" or not task.cancelled():
         assert task.result() is None

@@ -36,7 +36,7 @@ async def running(store_url: str, cues: Cues, **fields: object) -> AsyncIterator
         task = asyncio.create_task(visitor.run())
         await soon_true(lambda: holds(world, 1), "the call is running")
         yield world, visitor
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await task
         assert visitor.status == 200
         await world.quiet()

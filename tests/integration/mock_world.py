@@ -144,7 +144,7 @@ class Mock:
 
 async def until(condition: Callable[[], bool]) -> None:
     """Let the loop turn until the condition holds; the time limit is only for a broken mock."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not condition():
             await asyncio.sleep(0.001)
 

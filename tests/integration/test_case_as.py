@@ -364,7 +364,7 @@ async def test_as02_the_listed_paths_are_metered(walled: Walled) -> None:
     assert (await ask(gateway.url, absolute)).status == 200
     assert mock.log()["received"] == 3
     assert {record["path"] for record in mock.log()["requests"]} == {GENERATING, "/v1/completions"}
-    await asyncio.to_thread(wait_until, lambda: _admitted(gateway) == before + 3, "three admissions", 5)
+    await asyncio.to_thread(wait_until, lambda: _admitted(gateway) == before + 3, "three admissions")
 
 
 def _admitted(gateway: GatewayProcess) -> float:

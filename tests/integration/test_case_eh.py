@@ -296,7 +296,7 @@ async def test_eh02_no_room_and_no_queue(running: Running) -> None:
         check_sdk, gateway, "/v1/completions", completion(16, 900), Code.CAPACITY_EXCEEDED
     )
     wire.reset()
-    await asyncio.to_thread(wait_until, gateway.is_quiet, "nothing is held", 3)
+    await asyncio.to_thread(wait_until, gateway.is_quiet, "nothing is held")
 
 
 async def test_eh02_a_full_queue_and_a_wait_in_vain(new_world: World) -> None:
@@ -485,7 +485,7 @@ async def test_eh03_one_id_for_ten_calls_at_once(new_world: World) -> None:
     assert len(set(ids)) == 10
     assert "same" not in ids
     assert len({record["id"] for record in mock.log()["requests"]}) == 10
-    await asyncio.to_thread(wait_until, gateway.is_quiet, "nothing is held", 3)
+    await asyncio.to_thread(wait_until, gateway.is_quiet, "nothing is held")
 
 
 @pytest.mark.parametrize("unsafe", UNSAFE_IDS.values(), ids=UNSAFE_IDS)

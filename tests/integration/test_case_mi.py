@@ -239,7 +239,7 @@ async def test_mi01_twenty_of_each_do_not_disturb_fifty_streams(slow: Running) -
     )
     assert await asyncio.gather(*streams) == [STREAM_TOKENS] * STREAMS
     assert mock.log()["received"] == STREAMS
-    await asyncio.to_thread(wait_until, gateway.is_quiet, "nothing is held", 3)
+    await asyncio.to_thread(wait_until, gateway.is_quiet, "nothing is held")
 
 
 @pytest.mark.parametrize("key", ["valid", "wrong"])
@@ -343,7 +343,7 @@ async def test_mi02_every_value_in_every_field(fast: Running, path: str) -> None
     for record in mock.log()["requests"]:
         limits = [record["body"][name] for name in fields if name in record["body"]]
         assert limits in ([4], [10], [16]), "the limit that is reserved for is written into every body"
-    await asyncio.to_thread(wait_until, gateway.is_quiet, "nothing is held", 3)
+    await asyncio.to_thread(wait_until, gateway.is_quiet, "nothing is held")
     assert _all_whole_numbers(gateway.state())
 
 

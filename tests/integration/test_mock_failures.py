@@ -123,7 +123,7 @@ async def test_a_crash_ends_everything_and_then_the_server(how: str) -> None:
         for client in (running, message, whole):
             await client.leave()
         if how == "fault":
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 while not await refused(mock.port):
                     await asyncio.sleep(0.01)
             assert mock.server.crashed

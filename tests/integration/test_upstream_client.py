@@ -150,7 +150,7 @@ async def failing(upstream: EngineClient, url: str, sink: Sink) -> UpstreamFaile
 
 
 async def soon(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not condition():
             await asyncio.sleep(0.002)
 
@@ -320,7 +320,7 @@ async def test_a_connection_lost_before_its_first_request_is_known_to_have_sent_
         return made
 
     monkeypatch.setattr(loop, "create_connection", connect_late)
-    async with asyncio.timeout(10), engine(script) as server, client() as upstream:
+    async with asyncio.timeout(30), engine(script) as server, client() as upstream:
         error = await failing(upstream, server.url, Sink())
         assert len(server.connections) == 1
     assert error.connecting

@@ -42,7 +42,7 @@ def answering(reply: bytes) -> Serve:
 
 
 async def outcome(answer: Awaitable[object]) -> object:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         try:
             return await answer
         except StoreAway as away:

@@ -17,7 +17,7 @@ import pytest
 from gateway.telemetry import workers as workers_module
 from gateway.telemetry.counted import Snapshot, Totals
 from gateway.telemetry.workers import ANSWER_SECONDS, Place, Workers, workers_folder
-from tests.processes import ADMIN_TOKEN, QUICK_STORE, GatewayProcess, Mock, World, sum_of
+from tests.processes import ADMIN_TOKEN, HANG_SECONDS, QUICK_STORE, GatewayProcess, Mock, World, sum_of
 from tests.wire import Wire, completion, post, soon
 
 pytestmark = pytest.mark.usefixtures("hang_up")
@@ -226,7 +226,7 @@ async def test_who_does_not_read_is_cut_off(
     await room(0)
     reader, writer = await asyncio.open_unix_connection(str(tmp_path / "0.sock"), limit=1)
     await asyncio.sleep(0.3)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(HANG_SECONDS):
         with contextlib.suppress(ConnectionError):
             assert len(await reader.read()) < LARGE_BYTES
     writer.close()
@@ -294,7 +294,7 @@ def stopped(*pids: int) -> Iterator[None]:
 
 
 def _wait_until_stopped(pid: int) -> None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + HANG_SECONDS
     while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -432,7 +432,7 @@ async def test_counters_never_go_down_while_workers_are_killed_under_load(new_wo
         await soon(lambda: gateway.metric(CALLS) > 0, "calls end")
         for number in (0, 2):
             os.kill(workers_of(gateway)[number], signal.SIGKILL)
-            ends = time.monotonic() + 20
+            ends = time.monotonic() + HANG_SECONDS
             missing = -1.0
             while missing != 0 or len(workers_of(gateway)) < 3:
                 assert time.monotonic() < ends
@@ -502,7 +502,7 @@ async def test_every_worker_follows_the_configuration(new_world: World) -> None:
     )
     for number in range(3):
         wire = await connection_to(gateway, number)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(HANG_SECONDS):
             while [m["id"] for m in (await wire.ask(models)).json()["data"]] != ["demo", "renamed"]:
                 await asyncio.sleep(0.05)
     document["classes"] = [{"name": "other", "share": 1.0}]

@@ -94,8 +94,8 @@ async def test_async_early_close(running: tuple[GatewayProcess, Mock]) -> None:
             async for _ in stream:
                 break
             await stream.close()
-    await asyncio.to_thread(wait_until, gateway.is_quiet, "nothing is held", 3)
-    await asyncio.to_thread(wait_until, lambda: mock.log()["aborted"] == 5, "the engine saw each abort", 3)
+    await asyncio.to_thread(wait_until, gateway.is_quiet, "nothing is held")
+    await asyncio.to_thread(wait_until, lambda: mock.log()["aborted"] == 5, "the engine saw each abort")
 
 
 # -- Anthropic's ---------------------------------------------------------------------------------------------------
