@@ -24,7 +24,7 @@ from tests.processes import QUICK_STORE, GatewayProcess, World
 from tests.wire import Wire, completion, post, soon
 
 LONG = bool(os.environ.get("KVGATE_TEST_LONG"))
-pytestmark = [pytest.mark.usefixtures("hang_up"), pytest.mark.timeout(180 if LONG else 60)]
+pytestmark = [pytest.mark.usefixtures("hang_up"), pytest.mark.timeout(180 if LONG else 150)]
 
 STREAMS, PROBES = 2_400, 50
 ROUNDS = 3

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from tests.integration.test_workers import CALLS, INFLIGHT, METRICS, MISSING, folder_of, several, workers_of
-from tests.processes import GatewayProcess, World, sum_of
+from tests.processes import HANG_SECONDS, GatewayProcess, World, sum_of
 from tests.wire import Wire, completion, post, soon
 
 LONG = bool(os.environ.get("KVGATE_TEST_LONG"))
 KILLS = 50 if LONG else 8
-pytestmark = [pytest.mark.usefixtures("hang_up"), pytest.mark.timeout(600 if LONG else 60)]
+pytestmark = [pytest.mark.usefixtures("hang_up"), pytest.mark.timeout(600 if LONG else 150)]
 
 WORKERS = 4
 STREAMS = 100
@@ -141,7 +141,7 @@ class Scene:
 
     async def shows(self, inflight: int) -> None:
         """A page on which no worker is missing, and that has so many calls."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(HANG_SECONDS):
             while not _is_whole(await self.pages.scrape(), inflight):
                 await asyncio.sleep(0.02)
 
