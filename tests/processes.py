@@ -25,8 +25,9 @@ ADMIN_TOKEN = "admin-token-of-the-tests"
 PORTS = range(20_000, 32_000)
 LAST_PORT_FILE = Path(tempfile.gettempdir()) / f"kvgate-tests-port-{os.getuid()}"
 """The port that a test of this machine was given last."""
-QUICK_STORE = {"heartbeat_seconds": 0.2}
-"""The gate of an empty store opens after two heartbeats."""
+QUICK_STORE = {"heartbeat_seconds": 0.2, "hold_seconds": 20}
+"""The gate of an empty store opens after two heartbeats; and a store that stands still with a busy machine is waited
+for, where nothing is said of its outage."""
 
 
 def free_port() -> int:

@@ -82,7 +82,7 @@ def gateways_of(
     config, (key,) = here.config(
         [{"name": "only", "replicas": [mock.url]}],
         {"name": "filed"},
-        store=QUICK_STORE,
+        store=QUICK_STORE | settings.pop("store", {}),
         auth={"keys_in_store": True, **(auth or {})},
         **settings,
     )
@@ -292,7 +292,7 @@ def completes(gateway: GatewayProcess, secret: str) -> bool:
 
 async def test_a_store_that_is_away_and_returns_without_its_data(new_world: World) -> None:
     """Nobody who was in is thrown out, nobody who was not is let in, an edit is refused; then all goes on."""
-    (gateway, other), _ = gateways_of(new_world, 2)
+    (gateway, other), _ = gateways_of(new_world, 2, store={"hold_seconds": 1})
     with admin_of(gateway) as admin:
         secret = admin.create("team-a")
         wait_until(lambda: completes(other, secret), "both know it")
