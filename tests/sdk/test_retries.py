@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from tests.processes import QUICK_STORE, GatewayProcess, wait_until, world
+from tests.processes import HANG_SECONDS, QUICK_STORE, GatewayProcess, wait_until, world
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 BLOCKS = 63
@@ -37,12 +37,31 @@ class InTurns(httpx.HTTPTransport):
         return super().handle_request(request)
 
 
-def client(gateways: list[GatewayProcess], **options: object) -> openai.OpenAI:
+class HastyOnce(InTurns):
+    """The first request has the time-out of its client.  The next one waits until it may be made, and then is patient:
+    whatever the machine does meanwhile, it stays in the queue."""
+
+    def __init__(self, gateways: list[GatewayProcess]) -> None:
+        super().__init__(gateways)
+        self.may_return = threading.Event()
+        self._left = False
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        if self._left:
+            assert self.may_return.wait(HANG_SECONDS)
+            request.extensions["timeout"] = dict.fromkeys(("connect", "read", "write", "pool"), HANG_SECONDS)
+        self._left = True
+        return super().handle_request(request)
+
+
+def client(
+    gateways: list[GatewayProcess], transport: httpx.HTTPTransport | None = None, **options: object
+) -> openai.OpenAI:
     """Its own time-out and retries are all that it has."""
     return openai.OpenAI(
         base_url=f"{gateways[0].url}/v1",
         api_key=gateways[0].key,
-        http_client=httpx.Client(transport=InTurns(gateways)),
+        http_client=httpx.Client(transport=transport or InTurns(gateways)),
         **options,  # type: ignore[arg-type]
     )
 
@@ -50,9 +69,10 @@ def client(gateways: list[GatewayProcess], **options: object) -> openai.OpenAI:
 def test_a_retry_takes_the_place_that_its_first_attempt_left(gateways: list[GatewayProcess]) -> None:
     """It times out while it waits, asks another gateway, and is served before who came between."""
     served: list[str] = []
+    once = HastyOnce(gateways)
     patient, hasty = (
         client(gateways, max_retries=0),
-        client(gateways, max_retries=9, timeout=httpx.Timeout(2.0)),
+        client(gateways, once, max_retries=9, timeout=httpx.Timeout(5.0)),
     )
 
     def ask(name: str, sdk: openai.OpenAI) -> None:
@@ -70,6 +90,7 @@ def test_a_retry_takes_the_place_that_its_first_attempt_left(gateways: list[Gate
     running = patient.chat.completions.create(model="demo", messages=MESSAGES, max_tokens=ALL, stream=True)
     threads = [begin("gave up", hasty, 1), begin("came between", patient, 2)]
     wait_until(lambda: gateways[0].state()["queue"] == 1, "the first one has given up")
+    once.may_return.set()
     wait_until(lambda: gateways[0].state()["queue"] == 2, "it has come again")
     running.close()
     for thread in threads:
