@@ -23,6 +23,7 @@ from gateway.core.books import FleetConfig
 from gateway.core.events import Event as Fact
 from gateway.core.lifecycle import Event
 from gateway.core.request import Endpoint
+from gateway.fleetdesk import FleetDesk
 from gateway.flow import Flow
 from gateway.http.admin import create_api
 from gateway.http.auth import Callers, Key, Keyring, TrustedHeader, anonymous
@@ -211,6 +212,7 @@ class Gateway:
             KeyDesk(
                 self._book, self._shared, settings.auth, [c.name for c in settings.classes], self._models
             ),
+            FleetDesk([room.fleet for room in self._rooms]),
             secrets.admin_token,
             __version__,
         )

@@ -1,4 +1,4 @@
-"""The command line: `kvgate serve | mock | loadtest | check-config | verify | keys | cut | usage`."""
+"""The command line: `kvgate serve | mock | loadtest | check-config | verify | status | keys | ...`, see `COMMANDS`."""
 
 import argparse
 import asyncio
@@ -105,6 +105,26 @@ def _add_cut(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=lambda parsed: keys.cut(parsed, os.environ))
 
 
+def _add_status(parser: argparse.ArgumentParser) -> None:
+    from gateway import operate
+
+    parser.set_defaults(run=lambda parsed: operate.status(parsed, os.environ))
+
+
+def _add_drain(parser: argparse.ArgumentParser) -> None:
+    from gateway import operate
+
+    operate.add_replica_arguments(parser)
+    parser.set_defaults(run=lambda parsed: operate.drain(parsed, os.environ))
+
+
+def _add_undrain(parser: argparse.ArgumentParser) -> None:
+    from gateway import operate
+
+    operate.add_replica_arguments(parser)
+    parser.set_defaults(run=lambda parsed: operate.undrain(parsed, os.environ))
+
+
 def _add_usage(parser: argparse.ArgumentParser) -> None:
     from gateway import usage
 
@@ -118,6 +138,9 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "loadtest": ("send the load of a scenario, and report what came of it", _add_loadtest),
     "check-config": ("check a configuration file and its keys file", _add_check_config),
     "verify": ("read the books of a live store, and say where they contradict themselves", _add_verify),
+    "status": ("show every replica: its state, and what is reserved there", _add_status),
+    "drain": ("give a replica no new calls, on all gateways; what runs there finishes", _add_drain),
+    "undrain": ("let a replica have calls again", _add_undrain),
     "keys": ("make, list, rotate and revoke API keys, in a file or the store", _add_keys),
     "cut": ("end what runs and waits of a key, on all gateways", _add_cut),
     "usage": ("sum up call logs: tokens and blocks by key, group, fleet, ...", _add_usage),

@@ -17,6 +17,7 @@ from gateway.config import AllFleetsLimits, ConfigError, Limits, load_keys, pars
 from gateway.core.quota import ALL_FLEETS
 from gateway.http.auth import new_key
 from gateway.keybook import row_of
+from gateway.table import table
 
 NUMBER = r"\d{1,12}(\.\d{1,4})?"
 IN_STORE = "in the store"
@@ -112,7 +113,7 @@ def _list(parsed: argparse.Namespace, environ: Environ) -> None:
     else:
         head.append("SOURCE")
         rows = [[*_cells(row), row["source"]] for row in field(_client(environ).get("/keys"), "keys")]
-    print("\n".join(_table(head, rows)))
+    print("\n".join(table(head, rows)))
 
 
 def _rotate(parsed: argparse.Namespace, environ: Environ) -> None:
@@ -241,14 +242,4 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
         limits or "-",
         row["expires"] or "-",
         row["sha256"] or "-",
-    ]
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns as wide as what is in them."""
-    lines = [head, *rows]
-    widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
     ]

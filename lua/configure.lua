@@ -1,12 +1,17 @@
--- The operator's settings of a fleet, or one replica's state as a gateway sees it.
+-- The operator's settings of a fleet, one replica's state as a gateway sees it, or who wants it to get no new calls.
 -- args: now, prefix of the wake channels, then
 --   'fleet', config, replicas: cmsgpack of {lease_ms, heartbeat_ms, overtake_blocks, {{lane, {pool...}}...},
 --     {{class, share in thousandths}...}} and of {{name, pool, limit, usable, sequences_max, prefill_max}...};
 --     limit -1 = unknown: what the store has is kept
 --   'replica', name, 1 or 0: it answers, or it does not
--- Reply: {'ok', epoch, clock, policy} | {'unconfigured'}
+--   'rest', teller, name, why: it gets no new calls, as far as the teller ('operator', or an owner) is concerned;
+--     why '' = it may
+-- Reply: {'ok', epoch, clock, policy}, with 'unknown' or 'fenced' in the place of 'ok' where there is no such replica or
+--   owner and nothing was done | {'unconfigured'}
 --- @include "lib/dispatch"
 --- @include "lib/queue"
+--- @include "lib/rests"
+local OPERATOR = 'operator'
 
 -- No new placements; a call that a hold was for looks elsewhere.
 local function take_down(replica, state)
@@ -18,13 +23,14 @@ end
 
 local function configure_replica(name, pool, limit, usable, sequences_max, prefill_max)
   local replica = books.replicas[name]
-  local state = limit < 0 and 'down' or 'up'
   if not replica then
     replica = {name = name, pool = pool, limit = 0, usable = 0, sequences_max = 0, prefill_max = 0, used = 0,
-      sequences = 0, prefill = 0, state = state, held_for = ''}
+      sequences = 0, prefill = 0, state = 'removed', held_for = ''}
   end
   replica.pool = pool
-  if replica.state == 'removed' then replica.state = state end
+  if replica.state == 'removed' then
+    if limit < 0 then replica.state = 'down' else rests.let_answer(replica) end
+  end
   if limit >= 0 then
     replica.limit, replica.usable = limit, usable
     replica.sequences_max, replica.prefill_max = sequences_max, prefill_max
@@ -55,11 +61,23 @@ end
 local function observe_replica(name, up)
   local replica = books.replicas[name]
   if not replica or replica.state == 'removed' then return end
-  if not up then return take_down(replica, 'down') end
-  if replica.state ~= 'up' then queue.recheck_parked() end
-  replica.state = 'up'
-  books.store_replica(replica)
-  books.meta.dirty = 1
+  if up then rests.let_answer(replica) else take_down(replica, 'down') end
+end
+
+-- The status of the reply.
+local function rest_replica(teller, name, why)
+  local replica = books.replicas[name]
+  if teller ~= OPERATOR and not rows.fetch(records.sessions, teller) then return 'fenced' end
+  if why ~= '' and (not replica or replica.state == 'removed') then return 'unknown' end
+  rests.set(teller, name, why)
+  return 'ok'
+end
+
+-- What is not about the fleet as a whole: the status of the reply.
+local function change_replica(kind, first, second, third)
+  if kind == 'rest' then return rest_replica(first, second, third) end
+  observe_replica(first, second == '1')
+  return 'ok'
 end
 
 -- What the operator wants, as it came; another one than before is a new policy.
@@ -81,8 +99,9 @@ function configure.run(keys, args)
     config = args[4]
   end
   books.open(config, now)
-  if kind == 'fleet' then configure_fleet(args[5]) else observe_replica(args[4], args[5] == '1') end
+  local status = 'ok'
+  if kind == 'fleet' then configure_fleet(args[5]) else status = change_replica(kind, args[4], args[5], args[6]) end
   dispatch.run()
   books.write(wake)
-  return {'ok', books.meta.epoch, books.meta.clock, books.meta.policy}
+  return {status, books.meta.epoch, books.meta.clock, books.meta.policy}
 end

@@ -25,6 +25,7 @@ from gateway.core.order import (
     FORECAST_WAITING,
     KEPT_PART,
     LOOKAHEAD,
+    OPERATOR,
     OUTBOX,
     PLACE_MS,
     PLACE_ONLY,
@@ -78,6 +79,7 @@ class Replica:
     sequences: int = 0
     prefill: int = 0
     state: str = "up"
+    """`up`, `draining` (it answers, and gets no new calls), `down`, or `removed` from the configuration."""
     held_for: str = ""
 
 
@@ -236,6 +238,8 @@ class Books:
     arrivals: int = 0
     dirty: bool = False
     replicas: dict[str, Replica] = field(default_factory=dict)
+    rests: dict[tuple[str, str], str] = field(default_factory=dict)
+    """Replica and who says that it gets no new calls -> why: OPERATOR, or an owner, with whose lease its word ends."""
     calls: dict[str, Call] = field(default_factory=dict)
     keys: dict[str, Key] = field(default_factory=dict)
     owners: dict[str, int] = field(default_factory=dict)
@@ -292,15 +296,38 @@ class Books:
         self._open(now, run)
         replica = self.replicas.get(name)
         if replica and replica.state != "removed":
-            if up and replica.state != "up":
-                self._recheck_parked()
             if up:
-                replica.state = "up"
-                self.dirty = True
+                self._let_answer(replica)
             else:
                 self._take_down(name, "down")
         self._close()
         return ["ok", self.epoch, self.clock, self.policy]
+
+    def rest(self, now: int, run: str, teller: str, name: str, why: str) -> Answer:
+        """A replica gets no new calls, as far as the operator or an owner is concerned; without a reason it may."""
+        if self.config is None:
+            return ["unconfigured"]
+        self._open(now, run)
+        replica = self.replicas.get(name)
+        if teller != OPERATOR and teller not in self.sessions:
+            status = "fenced"
+        elif why and (replica is None or replica.state == "removed"):
+            status = "unknown"
+        else:
+            status = "ok"
+            self._set_rest(name, teller, why)
+        self._close()
+        return [status, self.epoch, self.clock, self.policy]
+
+    def _set_rest(self, name: str, teller: str, why: str) -> None:
+        if self.rests.get((name, teller), "") == why:
+            return
+        self.rests[name, teller] = why
+        if not why:
+            del self.rests[name, teller]
+        replica = self.replicas.get(name)
+        if replica and replica.state in ("up", "draining"):
+            self._let_answer(replica)
 
     def hello(self, now: int, run: str, owner: str) -> Answer:
         """A new incarnation of a worker process.  The run id tells it whether the store lost its data."""
@@ -407,6 +434,9 @@ class Books:
         for owner in lost:
             self.sessions.pop(owner, None)
             self.forecasts.pop(owner, None)
+        for name, teller in sorted(self.rests):
+            if teller in lost:
+                self._set_rest(name, teller, "")
         left = SLICE
         for owner in lost:
             ids = sorted(c.id for c in self.calls.values() if c.owner == owner)[:left]
@@ -450,14 +480,26 @@ class Books:
         replica = self.replicas.get(wanted.name)
         unknown = wanted.limit < 0
         if replica is None:
-            replica = Replica(wanted.name, wanted.pool, state="down" if unknown else "up")
-            self.replicas[wanted.name] = replica
+            replica = self.replicas[wanted.name] = Replica(wanted.name, wanted.pool, state="removed")
         replica.pool = wanted.pool
-        if replica.state == "removed":
-            replica.state = "down" if unknown else "up"
+        if replica.state == "removed" and unknown:
+            replica.state = "down"
+        elif replica.state == "removed":
+            self._let_answer(replica)
         if not unknown:
             replica.limit, replica.usable = wanted.limit, wanted.usable
             replica.sequences_max, replica.prefill_max = wanted.sequences_max, wanted.prefill_max
+        self.dirty = True
+
+    def _let_answer(self, replica: Replica) -> None:
+        """It answers, so it may be given calls unless somebody says that it rests."""
+        before = replica.state
+        if any(name == replica.name for name, _ in self.rests):
+            replica.state, replica.held_for = "draining", ""
+        else:
+            replica.state = "up"
+            if before != "up":
+                self._recheck_parked()
         self.dirty = True
 
     def _take_down(self, name: str, state: str) -> None:
@@ -484,15 +526,21 @@ class Books:
         key = self._key(call.key)
         return key.pool_share < 0 or key.held_in(pool) + call.blocks <= self._part(key, pool)
 
-    def _could_use(self, call: Call, replica: Replica) -> bool:
-        """Whether the call can run there, however busy it is now, as its key holds what it does."""
+    def _is_able(self, call: Call, replica: Replica) -> bool:
+        """Whether a call of its size can run there, whatever its key holds and wherever it has been."""
         return (
             replica.state == "up"
             and replica.pool in self._pools(call.lane)
-            and self._within_part(call, replica.pool)
-            and replica.name not in call.exclude
             and call.blocks <= replica.usable
             and call.sequences <= replica.sequences_max
+        )
+
+    def _could_use(self, call: Call, replica: Replica) -> bool:
+        """Whether the call can run there, however busy it is now, as its key holds what it does."""
+        return (
+            self._is_able(call, replica)
+            and self._within_part(call, replica.pool)
+            and replica.name not in call.exclude
         )
 
     def _fits(self, call: Call, replica: Replica) -> bool:
@@ -1191,7 +1239,7 @@ class Books:
                 max(r.usable for r in lane),
                 0,
             ]
-        if not any(r.state == "up" for r in fitting):
+        if not any(r.state in ("up", "draining") for r in fitting):
             return ["refused", "no_backend", "", 0, 0, FIRST_APPOINTMENT_MS]
         key = self._key(call.key)
         if 0 <= key.blocks_max < call.blocks:
@@ -1233,6 +1281,8 @@ class Books:
             return self._refuse_to_full_queue(call, waiting, terms)
         if self.opens_at:
             return ["refused", "store_unavailable", "", 0, 0, self.opens_at - self.clock]
+        if not any(self._is_able(call, r) for r in self.replicas.values()):
+            return ["refused", "no_backend", "draining", 0, 0, FIRST_APPOINTMENT_MS]
         if self._capped(call):
             return self._refuse_capped(call)
         return [
@@ -1485,7 +1535,8 @@ class Books:
             del self.forecasts[owner]
         ids = [int(c.id, 16) for c in self.calls.values() if c.owner == owner and c.state == "reserved"]
         same = self.replay or (count, total) == (len(ids), sum(ids) % DIGEST_MODULUS)
-        return ["same" if same else "differs"]
+        draining = sorted(r.name for r in self.replicas.values() if r.state == "draining")
+        return ["same" if same else "differs", *draining]
 
     def _declared(self, owner: str) -> Answer:
         self.sessions[owner].declared = self.epoch

@@ -15,7 +15,15 @@ from functools import cached_property
 from typing import Any
 
 from gateway.core.books import Call, FleetConfig, Key, Replica
-from gateway.core.order import DIGEST_MODULUS, LOOKAHEAD, PLACE_MS, PLACES, PLACES_OF_FLOW, POOL_SHARE_SCALE
+from gateway.core.order import (
+    DIGEST_MODULUS,
+    LOOKAHEAD,
+    OPERATOR,
+    PLACE_MS,
+    PLACES,
+    PLACES_OF_FLOW,
+    POOL_SHARE_SCALE,
+)
 
 FlowName = tuple[str, str, str]
 """Lane, class and key."""
@@ -36,6 +44,7 @@ class Rule(StrEnum):
     INDEX = "an index lists exactly what the calls say"
     WAITING = "a flow and its class count their waiters"
     PARKED = "a parked flow's key is at its cap"
+    REST = "a replica that answers drains while somebody who is known says that it rests, and else is up"
     HOLD = "a hold is for the first of a flow that is not parked, on a replica that is up, one for each call"
     BLOCKED = "a blocked head waits in its lane"
     DISPATCH = "nobody waits that could start"
@@ -121,6 +130,8 @@ class Snapshot:
     """Of the members of `places`."""
     once: Mapping[str, str] = field(default_factory=dict)
     """Hash of key and `Idempotency-Key` -> id of the call that has it."""
+    rests: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    """Replica and who says that it gets no new calls -> why."""
     unreadable: tuple[str, ...] = ()
     """Records that are not what the layout says, as `key field`."""
 
@@ -159,7 +170,7 @@ def violations(books: Snapshot) -> list[Violation]:
     """All that is wrong with a whole snapshot, in the order of the rules."""
     checks = (
         _unreadable, _sums, _holdings, _states, _arrivals, _owners, _digests, _indexes, _flow_counts, _line_counts,
-        _places, _resumptions, _once, _parked, _holds, _blocked_heads, _startable, _overtaken, _quiet,
+        _places, _resumptions, _once, _parked, _rests, _holds, _blocked_heads, _startable, _overtaken, _quiet,
     )  # fmt: skip
     return [violation for check in checks for violation in check(books)]
 
@@ -379,6 +390,17 @@ def _parked(books: Snapshot) -> Iterator[Violation]:
         rechecked = books.dirty and books.keys.get(flow[2], Key()).pool_share >= 0
         if books.is_parked(flow) and not _capped(books, waiting[0]) and not rechecked:
             yield Violation(Rule.PARKED, f"flow {':'.join(flow)}", "in the order", "parked")
+
+
+def _rests(books: Snapshot) -> Iterator[Violation]:
+    resting = {name for name, _ in books.rests}
+    for name, replica in books.replicas.items():
+        wanted = "draining" if name in resting else "up"
+        if replica.state in ("up", "draining") and replica.state != wanted:
+            yield Violation(Rule.REST, f"replica {name} state", wanted, replica.state)
+    for name, teller in books.rests:
+        if teller != OPERATOR and teller not in books.sessions:
+            yield Violation(Rule.REST, f"rest of replica {name}", "of the operator or an owner", teller)
 
 
 def _holds(books: Snapshot) -> Iterator[Violation]:

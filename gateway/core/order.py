@@ -50,6 +50,8 @@ PLACES_OF_FLOW = 1_000
 """Of these may be one flow's; beyond that who leaves it is not remembered, and pushes nobody out."""
 QUOTA_BUCKETS = 6
 """Rate quotas that a key may have."""
+OPERATOR = "operator"
+"""Who says that a replica rests, where that is no owner."""
 ID_BITS = 40
 BATCH_OPS = 64
 """Ops of one batch."""

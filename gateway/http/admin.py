@@ -40,6 +40,14 @@ class Desk(Protocol):
     async def cut(self, fields: Mapping[str, Any], /) -> dict[str, Any] | Refusal: ...
 
 
+class FleetDesk(Protocol):
+    """What operators do to fleets; each answer is JSON or says why not."""
+
+    async def drain(self, fields: Mapping[str, Any], /) -> dict[str, Any] | Refusal: ...
+
+    async def undrain(self, fields: Mapping[str, Any], /) -> dict[str, Any] | Refusal: ...
+
+
 def create_api(
     keys: Keys,
     fleets: Mapping[str, Fleet],
@@ -47,6 +55,7 @@ def create_api(
     metrics: Callable[[], Awaitable[tuple[bytes, str]]],
     state: State,
     desk: Desk,
+    fleet_desk: FleetDesk,
     admin_token: str | None,
     version: str,
 ) -> FastAPI:
@@ -55,7 +64,7 @@ def create_api(
     api.include_router(_probes(ready, metrics, version))
     api.include_router(_models(keys, fleets))
     if admin_token:
-        api.include_router(_admin(state, desk, admin_token))
+        api.include_router(_admin(state, desk, fleet_desk, admin_token))
     api.add_exception_handler(_Refused, _on_refused)
     api.add_exception_handler(HTTPException, _on_http_exception)
     api.add_exception_handler(Exception, _on_exception)
@@ -125,7 +134,7 @@ def _model(name: str, fleet: Fleet) -> dict[str, Any]:
     }
 
 
-def _admin(state: State, desk: Desk, token: str) -> APIRouter:
+def _admin(state: State, desk: Desk, fleet_desk: FleetDesk, token: str) -> APIRouter:
     router = APIRouter(prefix="/admin/v1", dependencies=[Depends(_bearer(token))])
 
     @router.get("/state")
@@ -135,6 +144,14 @@ def _admin(state: State, desk: Desk, token: str) -> APIRouter:
     @router.post("/cut")
     async def cut(request: Request) -> Response:
         return _told(await desk.cut(await _fields(request)))
+
+    @router.post("/drain")
+    async def drain(request: Request) -> Response:
+        return _told(await fleet_desk.drain(await _fields(request)))
+
+    @router.post("/undrain")
+    async def undrain(request: Request) -> Response:
+        return _told(await fleet_desk.undrain(await _fields(request)))
 
     router.include_router(_keys(desk))
     return router

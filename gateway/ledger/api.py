@@ -153,6 +153,11 @@ class Ledger(Protocol):
         """Tell the fleet that a replica stopped or resumed answering."""
         ...
 
+    async def drain(self, replica: str, on: bool) -> Refusal | None:
+        """The operator's word, which holds for all gateways at once and until the opposite one: the replica gets no
+        new calls, what runs there finishes.  Returns why that cannot be done."""
+        ...
+
 
 class Edit(msgspec.Struct, frozen=True):
     """A change of one of the keys that all gateways share."""

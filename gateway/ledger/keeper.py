@@ -65,8 +65,10 @@ class Keeper:
         self._configure = False
         self.observed: dict[str, bool] = {}
         """Whether each replica answers that this process has seen stop or resume."""
+        self.rests: dict[str, str] = {}
+        """Why each replica rests that has ever rested, as this process sees it; '' = it does no longer."""
         self._untold: set[str] = set()
-        """Replicas whose last observation the store does not have."""
+        """Replicas of which the store does not have the last that was seen."""
         self._told_run = ""
         self._tell_at = 0.0
         self._policy = 0
@@ -111,6 +113,13 @@ class Keeper:
 
     def observe(self, replica: str, up: bool) -> None:
         self.observed[replica] = up
+        self._untold.add(replica)
+        self.wake()
+
+    def rest(self, replica: str, why: str) -> None:
+        if self.rests.get(replica, "") == why:
+            return
+        self.rests[replica] = why
         self._untold.add(replica)
         self.wake()
 
@@ -269,6 +278,7 @@ class Keeper:
 
     def _on_heartbeat(self, result: Result) -> None:
         self._differs = self._differs or result[0] == "differs"
+        self._ledger.draining = frozenset(result[1:])
 
     def _declare(self) -> None:
         self._ledger.channel.declare(self._on_declared)
@@ -296,6 +306,7 @@ class Keeper:
         self._gate_open = False
         self._beat_at = 0.0
         self._ledger.restart(force=self._lost_data)
+        self._untold.update(self.rests)  # what the owner before said ended with it
         self._declare()
 
     @property
@@ -338,11 +349,17 @@ class Keeper:
             self._untold.update(self.observed)
         while self._untold:
             replica = min(self._untold)
-            up = self.observed[replica]
-            await self._connection.evaluate("configure", "", self._wake_prefix, "replica", replica, int(up))
-            if self.observed.get(replica) == up:
+            why, up = self.rests.get(replica), self.observed.get(replica)
+            if why is not None:  # before the store lets it answer
+                await self._tell("rest", self._owner, replica, why)
+            if up is not None:
+                await self._tell("replica", replica, int(up))
+            if (self.rests.get(replica), self.observed.get(replica)) == (why, up):
                 self._untold.discard(replica)
         self._told_run = self._connection.run_id
+
+    async def _tell(self, kind: str, *arguments: str | int) -> None:
+        await self._connection.evaluate("configure", "", self._wake_prefix, kind, *arguments)
 
     async def _read_share(self) -> None:
         """Once a heartbeat; behind a closed gate the books do not have all that runs yet."""

@@ -30,6 +30,14 @@ def decode_record(kind: str, packed: bytes) -> dict[str, Any]:
     return dict(zip(FIELDS[kind], msgspec.msgpack.decode(packed), strict=True))
 
 
+def decode_rests(packed: bytes) -> dict[tuple[str, str], str]:
+    """Replica and who says that it rests -> why."""
+    if not packed:
+        return {}
+    found = msgspec.msgpack.decode(packed, type=list[tuple[str, str, str]])
+    return {(replica, teller): why for replica, teller, why in found}
+
+
 def config_arguments(config: FleetConfig) -> tuple[bytes, bytes]:
     """The two packed arguments of `configure.lua`."""
     fleet = [config.lease_ms, config.heartbeat_ms, config.overtake_blocks, config.lanes, config.classes]

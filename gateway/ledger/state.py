@@ -7,7 +7,7 @@ from typing import Any
 
 from gateway.ledger.address import parse
 from gateway.ledger.connection import finder
-from gateway.ledger.records import decode_record
+from gateway.ledger.records import decode_record, decode_rests
 from gateway.ledger.scripts import KEY_NAMES, fleet_keys, snapshot_script
 from gateway.ledger.wire import StoreAway, Wire, connect
 
@@ -58,7 +58,7 @@ async def read_state(url: str, fleet: str) -> dict[str, Any]:
     queued = _queued(meta)
     waiting = sum(sum(classes.values()) for classes in queued.values())
     return {
-        "pools": _pools(replicas),
+        "pools": _pools(replicas, _reasons(meta)),
         "reserved": sum(row["used"] for row in replicas.values()),
         "debt": sum(map(_debt, replicas.values())),
         "leases": max(calls - waiting, 0),  # the two are read one after the other
@@ -72,7 +72,15 @@ def _records(kind: str, rows: dict[str, bytes]) -> dict[str, dict[str, Any]]:
     return {name: decode_record(kind, packed) for name, packed in rows.items()}
 
 
-def _pools(replicas: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def _reasons(meta: dict[str, bytes]) -> dict[str, list[str]]:
+    """Why each replica that rests does."""
+    reasons: dict[str, set[str]] = {}
+    for (replica, _), why in decode_rests(meta.get("rests", b"")).items():
+        reasons.setdefault(replica, set()).add(why)
+    return {replica: sorted(whys) for replica, whys in reasons.items()}
+
+
+def _pools(replicas: dict[str, dict[str, Any]], reasons: dict[str, list[str]]) -> dict[str, Any]:
     pools: dict[str, Any] = {}
     for name, row in sorted(replicas.items()):
         pool = pools.setdefault(row["pool"], {"replicas": {}})
@@ -83,6 +91,7 @@ def _pools(replicas: dict[str, dict[str, Any]]) -> dict[str, Any]:
             "sequences": row["sequences"],
             "prefill_tokens": row["prefill"],
             "state": row["state"],
+            "rests": reasons.get(name, []),
         }
     return pools
 

@@ -18,18 +18,21 @@ from gateway.core import quota
 from gateway.core.books import FleetConfig
 from gateway.core.events import Healed, Observer
 from gateway.core.forecast import Forecast, Run
-from gateway.core.order import DIGEST_MODULUS, FIRST_APPOINTMENT_MS, ID_BITS
+from gateway.core.order import DIGEST_MODULUS, FIRST_APPOINTMENT_MS, ID_BITS, OPERATOR
 from gateway.core.outcomes import Code, Refusal
+from gateway.core.rests import Why
 from gateway.core.share import Denied
 from gateway.ledger.api import Admission, Ahead, Lost
 from gateway.ledger.channel import Channel, Result
 from gateway.ledger.connection import REPLY_SECONDS, Connection
 from gateway.ledger.fingerprints import Fingerprints
 from gateway.ledger.keeper import Keeper
+from gateway.ledger.records import decode_text
 from gateway.ledger.reservation import Ask, Phase
 from gateway.ledger.scripts import fleet_keys, key_prefix
 from gateway.ledger.share import Sharing
 from gateway.ledger.state import read_state
+from gateway.ledger.wire import StoreAway
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +47,7 @@ ASK_SECONDS = 0.1
 SETTINGS_DIFFER = "another gateway has given this fleet other lanes or classes; ours are being sent again"
 HOPELESS = frozenset({Code.CONTEXT_LENGTH_EXCEEDED, Code.KEY_CAP_EXCEEDED, Code.IDEMPOTENCY_KEY_REUSED})
 """Refusals that repeating the call cannot change."""
+DRAIN_NOT_KNOWN = "the store does not answer: whether the replica drains is not known"
 KEPT = ", of which a tenth is kept while others were asked to come back"
 """At the end of a refusal whose limit that may be."""
 _OF_THE_CALL = frozenset({"displaced", "place_only"})
@@ -94,6 +98,7 @@ class ValkeyLedger:
         """The last appointment in each lane and class."""
         self._url = url
         self._hold = hold
+        self._config = config
         self._keep_lost = keep_lost
         self._closing = False
         self._observer = observer
@@ -106,6 +111,8 @@ class ValkeyLedger:
         self._counted: Counter[tuple[str, str, str]] = Counter()
         """Calls whose tokens are being counted, by lane, class and key."""
         """By lane, class and key; a rate quota is of the key alone."""
+        self.draining: frozenset[str] = frozenset()
+        """Replicas that answer and get no new calls, as of the last heartbeat."""
         self.fingerprints = Fingerprints()
         self.forecast = Forecast()
         self.sharing = Sharing(self, self._asks, config, share_seconds, observer)
@@ -133,8 +140,12 @@ class ValkeyLedger:
 
     @property
     def observed(self) -> Mapping[str, bool]:
-        """Whether each replica answers that this process has seen stop or resume."""
-        return self._keeper.observed
+        """Whether each replica that this process has seen stop or resume may have new calls."""
+        keeper = self._keeper
+        return {
+            name: up and name not in self.draining and not keeper.rests.get(name)
+            for name, up in keeper.observed.items()
+        }
 
     @property
     def inflight(self) -> int:
@@ -237,6 +248,28 @@ class ValkeyLedger:
     async def observe(self, replica: str, up: bool) -> None:
         self._keeper.observe(replica, up)
 
+    def rest(self, replica: str, why: str) -> None:
+        """As far as this process is concerned the replica gets no new calls, or, without a reason, it may."""
+        self._keeper.rest(replica, why)
+
+    async def drain(self, replica: str, on: bool) -> Refusal | None:
+        connection = Connection(self._url, fleet_keys(self.fleet), self._observer)
+        wake_prefix = key_prefix(self.fleet) + "wake:"
+        try:
+            await connection.open()
+            reply = await connection.evaluate(
+                "configure", "", wake_prefix, "rest", OPERATOR, replica, Why.DRAINED if on else ""
+            )
+        except StoreAway:
+            return Refusal(Code.STORE_UNAVAILABLE, DRAIN_NOT_KNOWN, retry_ms=FIRST_APPOINTMENT_MS)
+        finally:
+            connection.close()
+        if decode_text(reply)[0] == "ok":
+            return None
+        return Refusal(
+            Code.NOT_FOUND, f"the store does not know replica {replica} of fleet {self.fleet}", "replica"
+        )
+
     def reconfigure(self) -> None:
         """The fleet's configuration changed: tell the store."""
         self._keeper.reconfigure()
@@ -310,6 +343,13 @@ class ValkeyLedger:
         log.error("an op failed in the store of fleet %s: %s", self.fleet, result[1])
         self._observer(Healed(self.fleet, "error", 1))
 
+    def _all_drain(self, lane: str) -> bool:
+        """Of the replicas that answer; there is one."""
+        config = self._config()
+        pools = dict(config.lanes).get(lane, ())
+        answering = [r.name for r in config.replicas if r.pool in pools and r.limit >= 0]
+        return bool(answering) and self.draining.issuperset(answering)
+
     def refusal_of(self, admission: Admission, result: Result) -> Refusal:
         """The store's refusal in words; that of a full queue or an empty quota is remembered for a moment."""
         if result[0] != "refused" or result[1] == "id":
@@ -380,6 +420,8 @@ class ValkeyLedger:
             f"waited {waited_ms} ms in the queue, the longest allowed (queue.seconds_max, or the request's own "
             f"deadline) is {limit_ms} ms"
         )
+        if self._all_drain(admission.lane):
+            message += f"; every replica of lane {admission.lane} drains: it gets no new requests"
         return Refusal(Code.QUEUE_TIMEOUT, message, retry_ms=self._retry_hint_ms(admission), waited=True)
 
     # -- what the keeper asks for --------------------------------------------------------------------------------
@@ -476,7 +518,12 @@ def _words(code: Code, knob: str, measured: int, limit: int, admission: Admissio
         case Code.QUEUE_TIMEOUT:
             return f"the call may not wait any longer in the queue: {limit} ms are left"
         case Code.NO_BACKEND:
-            return f"no replica of lane {admission.lane} that the request fits is up"
+            drains = "drains, so it gets no new requests; queue.depth_max is 0"
+            return (
+                f"every replica of lane {admission.lane} that the request fits {drains}"
+                if knob == "draining"
+                else f"no replica of lane {admission.lane} that the request fits is up"
+            )
         case _:
             return "the store of reservations has just been started, and admission is not open yet"
 

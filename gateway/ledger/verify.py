@@ -30,7 +30,7 @@ from gateway.core.invariants import (
 from gateway.core.order import LAYOUT
 from gateway.core.outcomes import OperatorError
 from gateway.ledger.connection import close_client, new_client
-from gateway.ledger.records import decode_record
+from gateway.ledger.records import decode_record, decode_rests
 from gateway.ledger.scripts import fleet_keys
 from gateway.ledger.wire import StoreAway
 
@@ -202,6 +202,7 @@ def snapshot_of(content: Content) -> Snapshot:
         indexes=_indexes(content),
         place_ends=_scores(content["place_ends"]),
         once={name: row.id for name, row in reader.table("once", "once", _Once).items()},
+        rests=reader.rests(),
         unreadable=tuple(reader.unreadable),
     )
 
@@ -219,6 +220,13 @@ class _Reader:
         except (KeyError, ValueError):
             self.unreadable.append(f"meta {name}")
             return 0
+
+    def rests(self) -> dict[tuple[str, str], str]:
+        try:
+            return decode_rests(self._content["meta"].get(b"rests", b""))
+        except msgspec.MsgspecError:
+            self.unreadable.append("meta rests")
+            return {}
 
     def table(self, key: str, kind: str, type_: type[T], prefix: str = "", parts: int = 1) -> dict[str, T]:
         """The records of a hash by field without the prefix; a field has so many parts between colons."""

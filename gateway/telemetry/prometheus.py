@@ -25,10 +25,13 @@ from gateway.core.events import (
     TokenGaps,
 )
 from gateway.core.quota import ALL_FLEETS
+from gateway.core.rests import Why
 from gateway.telemetry.counted import Counted, Labels, Snapshot, Totals
 from gateway.telemetry.workers import RollCall
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+REPLICA_STATES = ("up", "draining", "down")
+"""One that the configuration has no more is none of them."""
 
 
 class _Known:
@@ -195,11 +198,17 @@ class Metrics:
         limit: dict[Labels, float] = {}
         debt: dict[Labels, float] = {}
         depth: dict[Labels, float] = {}
+        states: dict[Labels, float] = {}
+        rests: dict[Labels, float] = {}
         for fleet, state in list(self._states.items()):
             for labels, replica in self._replicas(fleet, state):
                 _sum(reserved, labels, replica.get("reserved"))
                 _sum(limit, labels, replica.get("limit"))
                 _sum(debt, labels, replica.get("debt"))
+                for state_name in REPLICA_STATES:
+                    _sum(states, (*labels, state_name), int(replica.get("state") == state_name))
+                for why in Why:
+                    _sum(rests, (*labels, why.value), int(why in replica.get("rests", ())))
             for lane, classes in _items(state.get("queued")):
                 for class_, tickets in _items(classes):
                     labels = (*self._known.pool(fleet, lane), self._known.class_(class_))
@@ -208,6 +217,10 @@ class Metrics:
         yield _gauge("kvgate_reserved_blocks", "Blocks held by calls", places, reserved)
         yield _gauge("kvgate_limit_blocks", "Blocks that may be handed out", places, limit)
         yield _gauge("kvgate_debt_blocks", "Blocks held above the limit", places, debt)
+        text = "1 for the state that it is in: `up`, `draining` or `down`"
+        yield _gauge("kvgate_replica_state", text, (*places, "state"), states)
+        text = "1 for each reason for which it gets no new calls"
+        yield _gauge("kvgate_replica_rests", text, (*places, "why"), rests)
         yield _gauge("kvgate_queue_depth", "Calls waiting", ("fleet", "lane", "class"), depth)
 
     def _replicas(self, fleet: str, state: Mapping[str, Any]) -> Iterator[tuple[Labels, Mapping[str, Any]]]:

@@ -15,21 +15,9 @@
 -- grant replica missing_us... | ticket position wait_ms missing_us... | fingerprint: ask again with it |
 -- refused code knob measured limit retry_ms
 
--- Whether some replica that is up is large enough.
-local function has_backend(call)
-  for _, pool in ipairs(books.config.pools[call.lane]) do
-    for _, replica in ipairs(books.pool(pool)) do
-      if replica.state == 'up' and call.blocks <= replica.usable and call.sequences <= replica.sequences_max then
-        return true
-      end
-    end
-  end
-  return false
-end
-
 -- Refusals that no waiting can change.
 local function refuse_outright(call)
-  if not has_backend(call) then return refusals.backend(call) end
+  if not (placement.is_able(call, 'up') or placement.is_able(call, 'draining')) then return refusals.backend(call) end
   local key = rows.fetch(records.keys, call.key)
   return refusals.cap(call, key)
 end

@@ -1,8 +1,9 @@
 --- @include "lib/owners"
 --- @include "lib/check"
+--- @include "lib/rests"
 -- H count sum ends: compare the owner's digest with ours.  A replayed batch has changed the set already and tells
 -- nothing.  ends, of the owner's running calls the next that it foresees, in order: ms from now, replica, blocks...
--- same | differs
+-- same | differs, then the replicas that drain
 
 function heartbeat.check(op)
   check.length(op, 4)
@@ -22,6 +23,6 @@ end
 function heartbeat.run(owner, count, sum, ends)
   keep(owner, ends)
   local session = rows.fetch(records.sessions, owner)
-  if books.replayed or (session.count == count and session.sum == sum) then return {'same'} end
-  return {'differs'}
+  local same = books.replayed or (session.count == count and session.sum == sum)
+  return {same and 'same' or 'differs', unpack(rests.draining())}
 end

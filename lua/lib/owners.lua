@@ -1,6 +1,7 @@
 --- @include "lib/reserve"
 --- @include "lib/queue"
 --- @include "lib/places"
+--- @include "lib/rests"
 -- Leases, ticket deadlines and the gate that a new epoch closes.
 local SLICE, OUTBOX_MAX = 16, 64
 
@@ -11,6 +12,7 @@ end
 local function forget(owner)
   rows.erase(records.sessions, owner)
   rows.erase(records.forecasts, owner)
+  rests.forget(owner)
 end
 
 -- Fence every owner whose lease is over and give a slice of their calls back; true = some are left.

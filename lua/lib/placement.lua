@@ -16,6 +16,18 @@ function placement.could_run(call, replica)
     and call.blocks <= replica.usable and call.sequences <= replica.sequences_max
 end
 
+-- Whether some replica of its lane in that state is large enough.
+function placement.is_able(call, state)
+  for _, pool in ipairs(books.config.pools[call.lane]) do
+    for _, replica in ipairs(books.pool(pool)) do
+      if replica.state == state and call.blocks <= replica.usable and call.sequences <= replica.sequences_max then
+        return true
+      end
+    end
+  end
+  return false
+end
+
 -- Blocks that the key holds in the pool.
 function placement.held_in(key, pool)
   for i = 1, #key.pools, 2 do

@@ -122,6 +122,9 @@ function refusals.to_queue(call, terms)
   if waiting < open_to(call, terms, terms.queue_max) then return to_open_queue(call, terms) end
   if terms.queue_max > 0 then return to_full_queue(call, waiting, terms) end
   if meta.opens_at > 0 then return {'refused', 'store_unavailable', '', 0, 0, meta.opens_at - meta.clock} end
+  if not placement.is_able(call, 'up') then
+    return {'refused', 'no_backend', 'draining', 0, 0, drain.FIRST_APPOINTMENT_MS}
+  end
   if placement.capped(call) then return capped(call) end
   return {'refused', 'capacity_exceeded', 'limit', call.blocks, most_free(call), appointments.book(call)}
 end

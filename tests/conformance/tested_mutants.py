@@ -146,10 +146,40 @@ TESTED_MUTANTS: dict[str, TestedMutant] = {
         ("tests/conformance/test_places.py",),
     ),
     "who is parked for a part is not woken by a replica that is back": TestedMutant(
-        "lua/configure.lua",
-        "  if replica.state ~= 'up' then queue.recheck_parked() end\n",
-        "",
+        "lua/lib/rests.lua",
+        "    queue.recheck_parked()",
+        "    books.work = books.work",
         ("tests/conformance/test_pool_share.py",),
+    ),
+    "a replica that is back forgets its drain": TestedMutant(
+        "lua/lib/rests.lua",
+        "  if is_resting(replica.name) then",
+        "  if before ~= 'down' and is_resting(replica.name) then",
+        ("tests/conformance/test_rests.py",),
+    ),
+    "a replica that drains stays held": TestedMutant(
+        "lua/lib/rests.lua",
+        "    replica.state, replica.held_for = 'draining', ''",
+        "    replica.state = 'draining'",
+        ("tests/conformance/test_rests.py",),
+    ),
+    "an owner's word outlasts its lease": TestedMutant(
+        "lua/lib/owners.lua",
+        "  rests.forget(owner)\n",
+        "",
+        ("tests/conformance/test_rests.py",),
+    ),
+    "one word takes back another's": TestedMutant(
+        "lua/lib/rests.lua",
+        "if rest[1] == name and rest[2] == teller then",
+        "if rest[1] == name then",
+        ("tests/conformance/test_rests.py",),
+    ),
+    "who waits for a replica that drains has no backend": TestedMutant(
+        "lua/commands/admit.lua",
+        "if not (placement.is_able(call, 'up') or placement.is_able(call, 'draining')) then",
+        "if not placement.is_able(call, 'up') then",
+        ("tests/conformance/test_rests.py",),
     ),
     "room is not measured again after a release": TestedMutant(
         "lua/lib/placement.lua",

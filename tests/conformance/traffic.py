@@ -16,6 +16,7 @@ from gateway.core.order import (
     FORECAST_REACH_MS,
     ID_BITS,
     LOOKAHEAD,
+    OPERATOR,
     PLACE_ONLY,
     POOL_SHARE_SCALE,
     WORK,
@@ -502,13 +503,28 @@ def _some(draw: DrawFn, calls: list[Call]) -> list[Call]:
 # -- upsets ----------------------------------------------------------------------------------------------------------
 
 
-UPSETS = ("observe",) * 4 + ("configure",) * 4 + ("policy",) * 2 + ("hello", "restart")
+UPSETS = ("observe",) * 4 + ("rest",) * 4 + ("configure",) * 4 + ("policy",) * 2 + ("hello", "restart")
 
 
 def observations(world: World) -> list[tuple[str, bool]]:
     """A replica that is up is down, one that is down is up again; rarely one that nobody knows, or no news."""
     replicas = sorted(world.books.replicas.values(), key=lambda r: r.name)
-    return [*((r.name, r.state != "up") for r in replicas), ("r0", True), ("r9", True)]
+    return [*((r.name, r.state not in ("up", "draining")) for r in replicas), ("r0", True), ("r9", True)]
+
+
+@st.composite
+def rests(draw: DrawFn, world: World) -> tuple[str, str, str]:
+    """Somebody lets a replica rest, or not any more; rarely nobody knows him, or the replica."""
+    if world.books.rests and draw(st.booleans()):
+        replica, teller = draw(st.sampled_from(sorted(world.books.rests)))
+        return teller, replica, draw(st.sampled_from(("", "", "asleep")))
+    tellers = (OPERATOR, OPERATOR, *sorted(world.books.sessions), "nobody")
+    replicas = (*sorted(world.books.replicas), "r9")
+    return (
+        draw(st.sampled_from(tellers)),
+        draw(st.sampled_from(replicas)),
+        draw(st.sampled_from(("drained", ""))),
+    )
 
 
 @st.composite
@@ -517,6 +533,8 @@ def upsets(draw: DrawFn, world: World) -> tuple[str, Any]:
     kind = draw(st.sampled_from(UPSETS))
     if kind == "observe":
         return kind, draw(st.sampled_from(observations(world)))
+    if kind == "rest":
+        return kind, draw(rests(world))
     if kind == "configure":
         return kind, draw(changed_fleets(world))
     if kind == "policy":

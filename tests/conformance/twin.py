@@ -9,7 +9,14 @@ import redis
 
 from gateway.core.books import Books, Call, FleetConfig
 from gateway.core.invariants import Snapshot, step_violations, violations
-from gateway.ledger.records import FIELDS, config_arguments, decode_record, decode_step, decode_text
+from gateway.ledger.records import (
+    FIELDS,
+    config_arguments,
+    decode_record,
+    decode_rests,
+    decode_step,
+    decode_text,
+)
 from gateway.ledger.scripts import Library, fleet_keys, library
 from gateway.ledger.verify import Content, snapshot_of
 from tests.conformance.books import read_content
@@ -56,6 +63,12 @@ class Twin(Scripts):
         self.compare(
             self.evaluate("configure", now, "wake:", "replica", replica, int(up)),
             self.books.observe(now, self.run, replica, up),
+        )
+
+    def rest(self, now: int, teller: str, replica: str, why: str) -> None:
+        self.compare(
+            self.evaluate("configure", now, "wake:", "rest", teller, replica, why),
+            self.books.rest(now, self.run, teller, replica, why),
         )
 
     def hello(self, now: int, owner: str) -> None:
@@ -121,7 +134,7 @@ def lua_content(content: Content) -> dict[str, Any]:
     scalars = ("epoch", "policy", "clock", "wall", "skipped", "opens_after", "opens_at", "arrivals", "dirty")
     return {
         "meta": {name: int(meta.get(name, 0)) for name in scalars}
-        | {"recheck": _text(meta.get("recheck", ""))},
+        | {"recheck": _text(meta.get("recheck", "")), "rests": decode_rests(meta.get("rests", b""))},
         "replicas": _hash(content, "replicas"),
         "calls": _hash(content, "calls"),
         "keys": _hash(content, "keys"),
@@ -207,6 +220,7 @@ def spec_content(books: Books) -> dict[str, Any]:
             "arrivals": books.arrivals,
             "dirty": int(books.dirty),
             "recheck": books.recheck,
+            "rests": books.rests,
         },
         "replicas": {r.name: _row(r, "replica") for r in books.replicas.values()},
         "calls": {c.id: _row(c, "call") for c in books.calls.values()},

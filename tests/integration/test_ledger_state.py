@@ -29,9 +29,11 @@ async def test_replicas_calls_queue_and_holdings(path, monkeypatch):
         replicas = state["pools"]["p"]["replicas"]
         assert replicas["r1"] == {
             "limit": 50, "reserved": 0, "debt": 0, "sequences": 0, "prefill_tokens": 0, "state": "up",
+            "rests": [],
         }  # fmt: skip
         assert replicas["r0"] == {
             "limit": 1000, "reserved": 910, "debt": 0, "sequences": 2, "prefill_tokens": 900, "state": "up",
+            "rests": [],
         }  # fmt: skip
         assert (state["reserved"], state["leases"], state["queue"]) == (910, 2, 3)
         assert state["queued"] == {"a": {"normal": 2, "high": 1}}

@@ -4,7 +4,7 @@ from collections.abc import MutableMapping
 from types import SimpleNamespace
 from typing import Any, cast
 
-from gateway.http.admin import Desk, create_api
+from gateway.http.admin import Desk, FleetDesk, create_api
 from gateway.http.auth import Callers, Keyring
 
 TOKEN = "admin"
@@ -21,7 +21,8 @@ async def no_state() -> dict[str, Any]:
 async def test_who_leaves_before_the_body_is_there_is_no_error_of_ours() -> None:
     """What the server cannot handle is a traceback in the log."""
     callers, desk = Callers(Keyring((), None)), cast(Desk, SimpleNamespace(create=None))
-    api = create_api(callers, {}, lambda: "", no_metrics, no_state, desk, TOKEN, "1")
+    fleet_desk = cast(FleetDesk, SimpleNamespace())
+    api = create_api(callers, {}, lambda: "", no_metrics, no_state, desk, fleet_desk, TOKEN, "1")
     sent: list[MutableMapping[str, Any]] = []
 
     async def left() -> MutableMapping[str, Any]:

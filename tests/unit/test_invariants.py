@@ -16,6 +16,7 @@ from gateway.core.invariants import (
     step_violations,
     violations,
 )
+from gateway.core.order import OPERATOR
 from gateway.core.order import POOL_SHARE_SCALE as SCALE
 
 RUNNING, WAITING, GRANTED = "00000000aa", "00000000bb", "00000000cc"
@@ -169,6 +170,9 @@ CORRUPTIONS: list[tuple[Rule, str, Callable[[], Snapshot]]] = [
     (Rule.WAITING, "class a:high credit", lambda: books(lines={**books().lines, ("a", "high"): Line(credit=5)})),
     (Rule.PARKED, "flow a:normal:k", parked),
     (Rule.PARKED, "flow a:normal:k", lambda: parked(pool_share=2 * SCALE)),
+    (Rule.REST, "replica r0 state", lambda: books(replicas={"r0": replica(state="draining")})),
+    (Rule.REST, "replica r0 state", lambda: books(rests={("r0", OPERATOR): "drained"})),
+    (Rule.REST, "rest of replica r9", lambda: books(rests={("r9", "o9"): "asleep"})),
     (Rule.HOLD, "replica r0 held for", lambda: books(replicas={"r0": replica(held_for=RUNNING)})),
     (Rule.HOLD, "replica r0 held for", held_behind),
     (Rule.HOLD, "replica r0 held for", lambda: replace(parked(), replicas={"r0": replica(held_for=WAITING)})),

@@ -19,6 +19,7 @@ from gateway.core.events import (
     TokenGaps,
 )
 from gateway.core.outcomes import Code, Outcome
+from gateway.core.rests import Why
 from gateway.telemetry.counted import Snapshot, Totals
 from gateway.telemetry.prometheus import Metrics
 from gateway.telemetry.workers import RollCall
@@ -148,7 +149,13 @@ def test_the_state_of_the_store_becomes_gauges() -> None:
     source = metrics()
     replicas = {
         "s0": {"limit": 100, "reserved": 130, "debt": 30, "sequences": 2, "prefill_tokens": 0, "state": "up"},
-        "s1": {"limit": 100, "reserved": 40, "debt": 0},
+        "s1": {
+            "limit": 100,
+            "reserved": 40,
+            "debt": 0,
+            "state": "draining",
+            "rests": ["asleep", "unheard-of"],
+        },
         "gone": {"limit": 0, "reserved": 5},
         "gone-too": {"limit": 0, "reserved": 6},
     }
@@ -160,6 +167,11 @@ def test_the_state_of_the_store_becomes_gauges() -> None:
     assert value(source, "kvgate_debt_blocks", replica="s0", **place) == 30
     assert value(source, "kvgate_debt_blocks", replica="s1", **place) == 0
     assert value(source, "kvgate_reserved_blocks", replica="", **place) == 11
+    rests = {why: value(source, "kvgate_replica_rests", replica="s1", why=why, **place) for why in Why}
+    assert {why for why, is_it in rests.items() if is_it} == {Why.ASLEEP}
+    states = {"up": 1, "draining": 0, "down": 0}
+    for state, is_it in states.items():
+        assert value(source, "kvgate_replica_state", replica="s0", state=state, **place) == is_it
     assert value(source, "kvgate_queue_depth", fleet="llama", lane="short", class_="normal") == 4
     assert value(source, "kvgate_queue_depth", fleet="llama", lane="short", class_="") == 3
 

@@ -1,0 +1,65 @@
+"""`kvgate status | drain | undrain`: what operators ask and tell a gateway through its admin API.
+
+What is told holds for all gateways of the store.
+"""
+
+import argparse
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from gateway.adminclient import AdminClient, field
+from gateway.table import table
+
+HEAD = ("FLEET", "POOL", "REPLICA", "STATE", "WHY", "LIMIT", "RESERVED", "SEQUENCES")
+
+
+def add_replica_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("replica", metavar="REPLICA", help="its name, as `kvgate status` shows it")
+    parser.add_argument("--fleet", metavar="NAME", help="needed where several fleets have one of that name")
+
+
+def drain(parsed: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    """No new calls go there; what runs finishes."""
+    told = AdminClient(environ).post("/drain", _replica_fields(parsed))
+    place = f"replica {field(told, 'replica')} of fleet {field(told, 'fleet')}"
+    print(f"{place} gets no new calls; `kvgate status` shows what still runs there")
+    return 0
+
+
+def undrain(parsed: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    told = AdminClient(environ).post("/undrain", _replica_fields(parsed))
+    print(f"replica {field(told, 'replica')} of fleet {field(told, 'fleet')} may get calls again")
+    return 0
+
+
+def status(parsed: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    """0: the gateway gets traffic; 1: it does not."""
+    told = AdminClient(environ).get("/state")
+    fleets, ready = field(told, "fleets"), field(told, "ready")
+    rows = [row for name, fleet in fleets.items() for row in _replica_rows(name, fleet)]
+    print("\n".join(table(HEAD, rows)))
+    for name, fleet in fleets.items():
+        print(_fleet_line(name, fleet))
+    print("ready" if ready else "not ready")
+    return 0 if ready else 1
+
+
+def _replica_fields(parsed: argparse.Namespace) -> dict[str, str]:
+    return {"replica": parsed.replica} | ({} if parsed.fleet is None else {"fleet": parsed.fleet})
+
+
+def _replica_rows(fleet: str, state: Mapping[str, Any]) -> Iterator[list[str]]:
+    for pool, inside in field(state, "pools").items():
+        for name, replica in inside["replicas"].items():
+            why = ",".join(field(replica, "rests")) or "-"
+            numbers = [str(replica[figure]) for figure in ("limit", "reserved", "sequences")]
+            yield [fleet, pool, name, replica["state"], why, *numbers]
+
+
+def _fleet_line(name: str, state: Mapping[str, Any]) -> str:
+    """A store that does not answer leaves the numbers out."""
+    if state["leases"] is None:
+        return f"fleet {name}: the store does not answer; {state['inflight']} requests are here"
+    return (
+        f"fleet {name}: {state['leases']} run, {state['queue']} wait, {state['reserved']} blocks are reserved"
+    )
