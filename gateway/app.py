@@ -105,6 +105,7 @@ class FleetRoom:
         self.engines.changed()
         self.ledger.reconfigure()
         for name in names:
+            self.ledger.rest(name, self.watch.why_it_rests(name) or "")
             await self.ledger.observe(name, self.watch.is_up(name))
 
 

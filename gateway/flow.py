@@ -206,6 +206,8 @@ class Flow:
             if prefill_over:
                 prefill_over.cancel()
         call.advance(Event.ENDED)
+        if call.status < 400:
+            call.fleet.engines.report_success(grant.replica)
         return None
 
     async def _exchange(self, request: UpstreamRequest, relay: Relay) -> None:
@@ -272,7 +274,7 @@ def _failed(call: Call, demand: Demand, grant: Grant, failed: UpstreamFailed) ->
     """Another replica, once, while nothing was forwarded; else the end."""
     call.tried.append(grant.replica)
     engines = call.fleet.engines
-    engines.report_failure(grant.replica, failed.connecting)
+    engines.report_failure(grant.replica, failed.trouble)
     may_move = call.status == 0 and len(call.tried) < ATTEMPTS_MAX
     if may_move and engines.another_can_hold(demand.lane, call.tried, demand.blocks, demand.sequences):
         return call.advance(Event.TIMED_OUT if failed.timed_out else Event.FAILED)

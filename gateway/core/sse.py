@@ -28,6 +28,7 @@ class Failure(StrEnum):
     """How an engine failed under a status of 200."""
 
     ERROR = "the engine sent an error"
+    BUSY = "the engine's own queue is full"
     ABORTED = "the engine aborted the call"
     EMPTY = "the engine ended the stream without any choice"
     UNFINISHED = "the stream ended without its last event"
@@ -83,11 +84,17 @@ class _Frame(msgspec.Struct):
     @property
     def failure(self) -> Failure | None:
         if self.error is not None or self.object == "error":
-            return Failure.ERROR
+            return Failure.BUSY if self._is_busy else Failure.ERROR
         for choice in self.choices or ():
             if choice.finish_reason == "abort":
                 return Failure.ABORTED
         return None
+
+    @property
+    def _is_busy(self) -> bool:
+        """vLLM refuses a stream by an event where its queue filled up after the headers."""
+        code = self.error.get("code") if isinstance(self.error, dict) else None
+        return code in (429, 503)
 
     @property
     def counted(self) -> Usage | None:
@@ -192,7 +199,7 @@ class StreamInspector:
     @property
     def relayable_failure(self) -> bytes:
         """The engine's own error event, closed by `[DONE]`; empty where it sent none."""
-        if self.failure is not Failure.ERROR or not self._after_failure:
+        if self.failure not in (Failure.ERROR, Failure.BUSY) or not self._after_failure:
             return b""
         return self.failure_bytes + (b"" if self.done else self._end)
 

@@ -16,8 +16,8 @@ from gateway.core.forecast import Course
 from gateway.core.lifecycle import Event
 from gateway.core.messages import MessagesInspector, inspect_message
 from gateway.core.request import Dialect
-from gateway.core.sse import StreamInspector, inspect_answer
-from gateway.upstream.api import Headers, UpstreamFailed
+from gateway.core.sse import Failure, StreamInspector, inspect_answer
+from gateway.upstream.api import Headers, Trouble, UpstreamFailed
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
@@ -31,6 +31,13 @@ WRITER = "kvgate.writer"
 """The extension of ASGI's scope that has a `Writer`."""
 _ERROR_MEMBER = re.compile(rb'"error"\s*:')
 """Old engines write `{"object": "error", ...}`, which an OpenAI SDK takes for a part of the answer."""
+
+
+_TROUBLES = {
+    Failure.ABORTED: Trouble.ENDING,
+    Failure.EMPTY: Trouble.ENDING,
+    Failure.BUSY: Trouble.BUSY,
+}
 
 
 class AnswerCutOff(Exception):
@@ -125,7 +132,8 @@ class AnswerRelay:
 
     async def head(self, status: int, headers: Headers) -> None:
         if status >= 500:
-            raise UpstreamFailed(f"the engine answered {status}")
+            trouble = Trouble.BUSY if status == 503 else Trouble.BROKEN
+            raise UpstreamFailed(f"the engine answered {status}", trouble=trouble)
         self._status = status
         self._headers = list(headers)
         content_type = dict(headers).get(b"content-type", b"")
@@ -143,7 +151,7 @@ class AnswerRelay:
         if forward:
             writer.write(forward)
         if stream.failure:
-            raise UpstreamFailed(stream.failure)
+            raise _failed(stream.failure)
         return True
 
     def take_chunk(self, chunk: bytes, start: int) -> bool:
@@ -169,14 +177,14 @@ class AnswerRelay:
             self._note_event(started_before, stream.events - events_before)
             await self._forward(forward)
         if stream.failure:
-            raise UpstreamFailed(stream.failure)
+            raise _failed(stream.failure)
 
     async def finish(self) -> None:
         if self._stream is None:
             return await self._finish_whole()
         rest = self._stream.finish()
         if self._stream.failure:
-            raise UpstreamFailed(self._stream.failure)
+            raise _failed(self._stream.failure)
         await self._forward(rest)
         await self._write({"type": "http.response.body", "body": b""})
 
@@ -194,7 +202,7 @@ class AnswerRelay:
         if self._status == 200:
             facts = inspect_message(body) if self._is_anthropics else inspect_answer(body)
             if facts.failure:
-                raise UpstreamFailed(facts.failure)
+                raise _failed(facts.failure)
             self._call.usage = facts.usage
         self._headers.append((b"content-length", b"%d" % len(body)))
         await self._begin()
@@ -256,3 +264,7 @@ class AnswerRelay:
     def _pool(self) -> str:
         call = self._call
         return call.fleet.engines.pool(call.grant.replica) if call.grant else ""
+
+
+def _failed(failure: Failure) -> UpstreamFailed:
+    return UpstreamFailed(failure, trouble=_TROUBLES.get(failure, Trouble.BROKEN))

@@ -1,6 +1,7 @@
 """How the request path talks to an engine: one exchange, bytes in callbacks, failures as one exception."""
 
 from collections.abc import Sequence
+from enum import Enum, auto
 from typing import Protocol
 
 import msgspec
@@ -22,10 +23,32 @@ class UpstreamRequest(msgspec.Struct, frozen=True):
     """On a connection of its own."""
 
 
+class Trouble(Enum):
+    """What a failed call says of its replica."""
+
+    UNREACHABLE = auto()
+    """Nothing can have reached the engine."""
+    SLOW = auto()
+    """No answer in time."""
+    BUSY = auto()
+    """Its own queue is full: load, no fault."""
+    ENDING = auto()
+    """It ended the call by itself, as an engine does that shuts down."""
+    BROKEN = auto()
+
+
 class UpstreamFailed(Exception):
     """The engine could not be reached, broke its answer off, or failed politely."""
 
-    def __init__(self, detail: str, *, timed_out: bool = False, connecting: bool = False) -> None:
+    def __init__(
+        self,
+        detail: str,
+        *,
+        timed_out: bool = False,
+        connecting: bool = False,
+        trouble: Trouble = Trouble.BROKEN,
+    ) -> None:
+        """`trouble` is told where it is neither of the other two."""
         super().__init__(detail)
         self.detail = detail
         """For logs; clients get a message without addresses."""
@@ -33,6 +56,7 @@ class UpstreamFailed(Exception):
         """True becomes 504, False 502."""
         self.connecting = connecting
         """True when nothing can have reached the engine."""
+        self.trouble = Trouble.UNREACHABLE if connecting else Trouble.SLOW if timed_out else trouble
 
 
 class Receiver(Protocol):
@@ -90,6 +114,10 @@ class Engines(Protocol):
         """Whether a replica of the lane answers, is large enough and was not tried yet."""
         ...
 
-    def report_failure(self, replica: str, connecting: bool) -> None:
+    def report_failure(self, replica: str, trouble: Trouble) -> None:
         """A call failed there."""
+        ...
+
+    def report_success(self, replica: str) -> None:
+        """A call was answered there; one that the engine refused says nothing."""
         ...

@@ -8,6 +8,7 @@ from fractions import Fraction
 from gateway.core.books import FleetConfig, ReplicaConfig
 from gateway.core.request import INTEGER_MAX
 from gateway.core.route import FleetShape, PoolShape
+from gateway.upstream.api import Trouble
 from gateway.upstream.fleet import FleetWatch, ReplicaShape, ReplicaState
 
 
@@ -80,8 +81,11 @@ class WatchedEngines:
             if state.spec.pool in pools and state.spec.name not in tried
         )
 
-    def report_failure(self, replica: str, connecting: bool) -> None:
-        self._watch.report_failure(replica, connecting)
+    def report_failure(self, replica: str, trouble: Trouble) -> None:
+        self._watch.report_failure(replica, trouble)
+
+    def report_success(self, replica: str) -> None:
+        self._watch.report_success(replica)
 
     def books_config(self) -> FleetConfig:
         """What the ledger is told; a replica that does not answer keeps what the store has of it."""

@@ -8,7 +8,10 @@ from typing import Annotated
 
 import msgspec
 
-from gateway.upstream.metrics_text import CacheConfig, cache_configs
+from gateway.core.rests import Why
+from gateway.upstream.api import Trouble
+from gateway.upstream.breaker import Breaker, Verdict, verdict_of
+from gateway.upstream.metrics_text import CacheConfig, cache_configs, vitals
 from gateway.upstream.scraper import Scraper, Unusable
 
 log = logging.getLogger(__name__)
@@ -22,7 +25,12 @@ MISSES_MAX = 2
 
 BACKOFF_FIRST_SECONDS = 1.0
 BACKOFF_MAX_SECONDS = 5.0
-"""Between attempts at a replica that is down."""
+"""Between attempts at a replica that is down, and between trials of one that rests."""
+
+TOLD_BY_CALLS = frozenset({Why.ENDING, Why.FAILING})
+TRIAL = b'{"prompt": "a", "max_tokens": 1}'
+"""Without a model the engine takes its own."""
+TRIAL_TIMEOUT_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +194,18 @@ def _differs(configured: int | None, stated: int | None, discovered: int) -> boo
     return stated is not None and _lower(configured, stated) != discovered
 
 
+def _other_blocks(spec: ReplicaSpec, shape: ReplicaShape, page: bytes) -> str:
+    try:
+        stated = _config_of(spec, page)
+    except Unusable as trouble:
+        return str(trouble)
+    if _differs(spec.num_gpu_blocks, stated.num_gpu_blocks, shape.num_gpu_blocks):
+        return f"its blocks are now {stated.num_gpu_blocks}"
+    if _differs(spec.block_size, stated.block_size, shape.block_size):
+        return f"its blocks are now of {stated.block_size} tokens"
+    return ""
+
+
 class _Replica:
     """One replica under watch."""
 
@@ -199,7 +219,11 @@ class _Replica:
         self.misses = 0
         self.refusals = 0
         self.backoff_seconds = BACKOFF_FIRST_SECONDS
+        self.breaker = Breaker()
+        self.why: Why | None = None
+        """Why it rests, as was told last."""
         self.tried = asyncio.Event()
+        self.pause: asyncio.Future[None] | None = None
         self.task: asyncio.Task[None] | None = None
 
 
@@ -208,8 +232,8 @@ class FleetWatch:
 
     A replica is down after two failed probes, or at once after two connections in a row that it did not accept
     (`report_failure`).  It comes back with one good probe, and is asked anew what it has, because it may be
-    another process: one that serves another model stays down.  An answer to a call, 429 and 503 included, says
-    nothing against a replica.  No error leaves the watch.
+    another process: one that serves another model stays down.  One that is up may rest (`breaker.py`).  An answer to
+    a call, 429 and 503 included, says nothing against a replica.  No error leaves the watch.
     """
 
     def __init__(
@@ -304,6 +328,11 @@ class FleetWatch:
         replica = self._replicas.get(name)
         return replica is not None and replica.up
 
+    def why_it_rests(self, name: str) -> Why | None:
+        """None for one that may get calls, and for one that is not up."""
+        replica = self._replicas.get(name)
+        return replica.why if replica and replica.up else None
+
     def states(self) -> list[ReplicaState]:
         """Every replica in the order of the configuration."""
         return [
@@ -311,14 +340,27 @@ class FleetWatch:
             for replica in self._replicas.values()
         ]
 
-    def report_failure(self, name: str, connecting: bool) -> None:
-        """A call failed at this replica; `connecting` when it did not even accept the connection."""
+    def report_failure(self, name: str, trouble: Trouble) -> None:
+        """A call failed at this replica."""
         replica = self._replicas.get(name)
-        if replica is None or not replica.up or not connecting:
+        if replica is None or not replica.up:
+            return
+        doubtful = replica.breaker.doubtful
+        replica.breaker.failed(trouble)
+        if replica.breaker.doubtful and not doubtful:
+            self._hurry(replica)
+        self._reconsider(replica)
+        if trouble is not Trouble.UNREACHABLE:
             return
         replica.refusals += 1
         if replica.refusals >= MISSES_MAX:
             self._take_out(replica, "it does not accept connections")
+
+    def report_success(self, name: str) -> None:
+        """A call was answered by this replica."""
+        replica = self._replicas.get(name)
+        if replica and not replica.why:
+            replica.breaker.succeeded()
 
     async def _watch(self, replica: _Replica) -> None:
         while True:
@@ -330,12 +372,22 @@ class FleetWatch:
             if not replica.tried.is_set():
                 replica.tried.set()
                 self._tell(replica)
-            await self._sleep(self._pause_seconds(replica))
+            await self._pause(replica)
+
+    async def _pause(self, replica: _Replica) -> None:
+        """Until it is time to look again, or somebody cannot wait so long."""
+        replica.pause = asyncio.ensure_future(self._sleep(self._pause_seconds(replica)))
+        try:
+            await asyncio.wait([replica.pause])
+        finally:
+            replica.pause.cancel()
 
     def _pause_seconds(self, replica: _Replica) -> float:
-        """After a missed probe the next one comes soon, so that a silent replica is out within 5 s."""
-        if replica.up:
-            return self._probe_seconds / 4 if replica.misses else self._probe_seconds
+        """After a missed probe the next one comes soon, so that a silent replica is out within 5 s; so it does where a
+        call may have ended."""
+        if replica.up and replica.why not in TOLD_BY_CALLS:
+            soon = replica.misses or replica.why is Why.SUSPECT
+            return self._probe_seconds / 4 if soon else self._probe_seconds
         seconds = replica.backoff_seconds
         replica.backoff_seconds = min(2 * seconds, BACKOFF_MAX_SECONDS)
         return seconds
@@ -352,15 +404,69 @@ class FleetWatch:
         if problem := await self._difference(replica):
             self._take_out(replica, problem)
             await self._revive(replica)
+            return
+        if replica.breaker.wants_trial and (replica.why or self._another_takes_calls(replica)):
+            replica.breaker.tried(await self._try_out(replica.spec))
+        self._reconsider(replica)
+
+    async def _try_out(self, spec: ReplicaSpec) -> Verdict:
+        """A call of one token, which one of its blocks beside the limit has room for."""
+        try:
+            answer = await self._scraper.post(spec.url, "/v1/completions", TRIAL, TRIAL_TIMEOUT_SECONDS)
+        except Unusable:
+            return Verdict.BAD
+        return verdict_of(*answer)
+
+    def _reconsider(self, replica: _Replica) -> None:
+        """Tell of a rest that began, or that is over.
+
+        What calls met does not close the last replica of a pool: their clients hear of it sooner than of a queue that
+        nobody serves.
+        """
+        why = replica.breaker.why
+        if why in TOLD_BY_CALLS and not self._another_takes_calls(replica):
+            why = None
+        if why == replica.why:
+            return
+        replica.why = why
+        if why is Why.SUSPECT:
+            self._hurry(replica)  # what runs there has to be known at once
+        if why:
+            log.warning("replica %s gets no new calls: it is %s", replica.spec.name, why)
+        else:
+            replica.backoff_seconds = BACKOFF_FIRST_SECONDS
+            log.info("replica %s may get calls again", replica.spec.name)
+        self._tell(replica)
+
+    def _hurry(self, replica: _Replica) -> None:
+        if replica.pause:
+            replica.pause.cancel()
+
+    def _another_takes_calls(self, replica: _Replica) -> bool:
+        others = [other for other in self._replicas.values() if other is not replica and other.up]
+        return any(other.spec.pool == replica.spec.pool and not other.why for other in others)
 
     async def _difference(self, replica: _Replica) -> str:
-        """Another process may answer at the same address between two good probes; empty where none shows."""
+        """Another process may answer at the same address between two good probes; empty where none shows.
+
+        What its metrics say of how it is goes to its breaker.
+        """
         shape = replica.shape
         assert shape is not None, "a replica is up only once it was discovered"
         async with asyncio.TaskGroup() as both:
             context = both.create_task(self._other_context(replica.spec, shape))
-            blocks = both.create_task(self._other_blocks(replica.spec, shape))
-        return context.result() or blocks.result()
+            metrics = both.create_task(self._metrics(replica.spec))
+        page = metrics.result()
+        if page is None:
+            return context.result()
+        replica.breaker.saw(vitals(page.decode("utf-8", "replace")))
+        return context.result() or _other_blocks(replica.spec, shape, page)
+
+    async def _metrics(self, spec: ReplicaSpec) -> bytes | None:
+        try:
+            return await self._scraper.get(spec.url, "/metrics", self._probe_timeout_seconds)
+        except Unusable:
+            return None
 
     async def _other_context(self, spec: ReplicaSpec, shape: ReplicaShape) -> str:
         try:
@@ -373,21 +479,6 @@ class FleetWatch:
             return str(trouble)
         differs = _differs(spec.max_model_len, stated, shape.max_model_len)
         return f"its max_model_len is now {stated}" if differs else ""
-
-    async def _other_blocks(self, spec: ReplicaSpec, shape: ReplicaShape) -> str:
-        try:
-            text = await self._scraper.get(spec.url, "/metrics", self._probe_timeout_seconds)
-        except Unusable:
-            return ""
-        try:
-            stated = _config_of(spec, text)
-        except Unusable as trouble:
-            return str(trouble)
-        if _differs(spec.num_gpu_blocks, stated.num_gpu_blocks, shape.num_gpu_blocks):
-            return f"its blocks are now {stated.num_gpu_blocks}"
-        if _differs(spec.block_size, stated.block_size, shape.block_size):
-            return f"its blocks are now of {stated.block_size} tokens"
-        return ""
 
     async def _revive(self, replica: _Replica) -> None:
         """Bring a replica in that answers and is what it should be."""
@@ -406,6 +497,7 @@ class FleetWatch:
         replica.problem = ""
         replica.misses = replica.refusals = 0
         replica.backoff_seconds = BACKOFF_FIRST_SECONDS
+        replica.breaker, replica.why = Breaker(), None
         log.info(
             "replica %s is up: %d blocks of %d tokens, context %d",
             found.name,

@@ -4,6 +4,9 @@ import re
 from dataclasses import dataclass
 
 _CACHE_CONFIG = "vllm:cache_config_info{"
+_RUNNING = "vllm:num_requests_running{"
+_FINISHED = "vllm:request_success_total{"
+_SLEEP_STATE = "vllm:engine_sleep_state{"
 _LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
 
 
@@ -29,6 +32,39 @@ def cache_configs(text: str) -> dict[str, CacheConfig]:
             _count(labels.get("num_gpu_blocks")), _count(labels.get("block_size"))
         )
     return configs
+
+
+@dataclass(frozen=True, slots=True)
+class Vitals:
+    """How an engine is; None = not stated."""
+
+    awake: bool | None = None
+    running: int | None = None
+    """Sequences that are in execution."""
+    aborted: int | None = None
+    """Sequences that the engine has ended by itself since its start; who leaves is not counted."""
+
+
+def vitals(text: str) -> Vitals:
+    """Over all engines of the page."""
+    awake = running = aborted = None
+    for line in text.split("\n"):
+        if line.startswith(_RUNNING):
+            running = _sum(running, line)
+        elif line.startswith(_FINISHED) and 'finished_reason="abort"' in line:
+            aborted = _sum(aborted, line)
+        elif line.startswith(_SLEEP_STATE) and 'sleep_state="awake"' in line:
+            awake = _sum(awake, line)
+    return Vitals(None if awake is None else awake > 0, running, aborted)
+
+
+def _sum(known: int | None, line: str) -> int | None:
+    """With the value of a sample; what is no number states nothing."""
+    try:
+        value = float(line.rpartition(" ")[2])
+    except ValueError:
+        return known
+    return (known or 0) + int(value) if 0 <= value < 2**53 else known
 
 
 def _count(value: str | None) -> int | None:

@@ -1,4 +1,4 @@
-"""Reads an engine's pages: `/health`, `/metrics`, `/v1/models`.
+"""Reads an engine's pages, `/health`, `/metrics` and `/v1/models`, and sends it a call of one token.
 
 On the client of the calls, because a general one keeps the event loop for milliseconds with each page, and every
 token that comes meanwhile is late by them.
@@ -27,12 +27,12 @@ class _Page:
     started = False
 
     def __init__(self, url: str) -> None:
+        self.status = 0
         self.data = bytearray()
         self._url = url
 
     async def head(self, status: int, headers: Headers) -> None:
-        if status != 200:
-            raise Unusable(f"{self._url} answers {status}")
+        self.status = status
 
     def take(self, data: bytes) -> bool:
         return False
@@ -59,8 +59,20 @@ class Scraper:
 
     async def get(self, base_url: str, path: str, timeout_seconds: float) -> bytes:
         """The body of a 200, within time and size.  Raises Unusable."""
-        page = _Page(url := base_url + path)
         request = UpstreamRequest(base_url, path, self._headers, b"", method="GET", alone=True)
+        page = await self._ask(request, timeout_seconds)
+        if page.status != 200:
+            raise Unusable(f"{base_url}{path} answers {page.status}")
+        return bytes(page.data)
+
+    async def post(self, base_url: str, path: str, body: bytes, timeout_seconds: float) -> tuple[int, bytes]:
+        """Status and body of the answer to JSON, within time and size.  Raises Unusable where there is none."""
+        headers = [*self._headers, (b"content-type", b"application/json")]
+        page = await self._ask(UpstreamRequest(base_url, path, headers, body, alone=True), timeout_seconds)
+        return page.status, bytes(page.data)
+
+    async def _ask(self, request: UpstreamRequest, timeout_seconds: float) -> _Page:
+        page = _Page(url := request.url + request.path)
         try:
             async with asyncio.timeout(timeout_seconds):
                 await self._client.exchange(request, page)
@@ -68,7 +80,7 @@ class Scraper:
             raise Unusable(f"{url} does not answer within {timeout_seconds:g} s") from error
         except UpstreamFailed as error:
             raise Unusable(f"{url}: {error.detail}"[:200]) from error
-        return bytes(page.data)
+        return page
 
     async def close(self) -> None:
         await self._client.close()

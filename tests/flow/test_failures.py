@@ -18,6 +18,7 @@ from gateway.core.outcomes import Code, Outcome
 from gateway.mock.engine import EngineConfig
 from gateway.mock.journal import State
 from gateway.tokens.api import Counted
+from gateway.upstream.api import Trouble
 from gateway.upstream.limits import UpstreamLimits
 from tests.flow.driver import Visitor
 from tests.flow.engines import (
@@ -92,14 +93,22 @@ class Fault:
     slow: str = ""
     """The limit that has to be short."""
     streams_only: bool = False
+    trouble: Trouble = Trouble.BROKEN
+    """What it says of the replica."""
+
+    def __post_init__(self) -> None:
+        if self.code is Code.UPSTREAM_TIMEOUT:
+            object.__setattr__(self, "trouble", Trouble.SLOW)
 
 
 BEFORE_THE_FIRST_BYTE = {
-    "refused": Fault(None, Code.UPSTREAM_ERROR),
+    "refused": Fault(None, Code.UPSTREAM_ERROR, trouble=Trouble.UNREACHABLE),
     "closed before headers": Fault(plays(), Code.UPSTREAM_ERROR),
     "reset before headers": Fault(plays(reset=True), Code.UPSTREAM_ERROR),
     "500": Fault(plays(whole(500, b'{"error":{"message":"boom"}}')), Code.UPSTREAM_ERROR),
-    "503": Fault(plays(whole(503, b'{"error":{"message":"busy"}}')), Code.UPSTREAM_ERROR),
+    "503": Fault(
+        plays(whole(503, b'{"error":{"message":"busy"}}')), Code.UPSTREAM_ERROR, trouble=Trouble.BUSY
+    ),
     "headers late": Fault(plays(stay=True), Code.UPSTREAM_TIMEOUT, slow="headers_seconds"),
     "not HTTP": Fault(plays(b"\x00\x01 nonsense\r\n\r\n"), Code.UPSTREAM_ERROR),
     "redirect": Fault(plays(whole(302, b"", extra="location: /\r\n")), Code.UPSTREAM_ERROR),
@@ -108,13 +117,26 @@ BEFORE_THE_FIRST_BYTE = {
     "answer that stops": Fault(
         plays(whole(200, ANSWER)[:-9], stay=True), Code.UPSTREAM_TIMEOUT, slow="idle_seconds"
     ),
-    "abort": Fault(plays(whole(200, ANSWER.replace(b'"stop"', b'"abort"'))), Code.UPSTREAM_ERROR),
+    "abort": Fault(
+        plays(whole(200, ANSWER.replace(b'"stop"', b'"abort"'))), Code.UPSTREAM_ERROR, trouble=Trouble.ENDING
+    ),
     "reset at the first byte": Fault(streams(reset=True), Code.UPSTREAM_ERROR, streams_only=True),
     "head only": Fault(streams(), Code.UPSTREAM_ERROR, streams_only=True),
     "empty stream": Fault(plays(STREAM_HEAD, LAST_CHUNK), Code.UPSTREAM_ERROR, streams_only=True),
     "error first": Fault(streams(ENGINE_ERROR, DONE, b""), Code.UPSTREAM_ERROR, streams_only=True),
-    "[DONE] only": Fault(streams(DONE, b""), Code.UPSTREAM_ERROR, streams_only=True),
-    "abort first": Fault(streams(event("", "abort"), DONE, b""), Code.UPSTREAM_ERROR, streams_only=True),
+    "busy first": Fault(
+        streams(ENGINE_ERROR.replace(b"500", b"503"), DONE, b""),
+        Code.UPSTREAM_ERROR,
+        streams_only=True,
+        trouble=Trouble.BUSY,
+    ),
+    "[DONE] only": Fault(streams(DONE, b""), Code.UPSTREAM_ERROR, streams_only=True, trouble=Trouble.ENDING),
+    "abort first": Fault(
+        streams(event("", "abort"), DONE, b""),
+        Code.UPSTREAM_ERROR,
+        streams_only=True,
+        trouble=Trouble.ENDING,
+    ),
     "garbage": Fault(streams(b"\x00\xff {no event\n\n", b""), Code.UPSTREAM_ERROR, streams_only=True),
     "first event late": Fault(
         streams(stay=True), Code.UPSTREAM_TIMEOUT, slow="first_event_seconds", streams_only=True
@@ -211,7 +233,8 @@ async def test_a_failure_before_the_first_byte_is_a_status(
         expect_answer(visitor, STATUS[fault.code], fault.code)
         end = world.only_end()
         assert (end.outcome, end.reason, end.replica) == (Outcome.FAILED, fault.code, "a")
-        assert world.replicas.failures == [("a", fault.script is None)]
+        assert world.replicas.failures == [("a", fault.trouble)]
+        assert not world.replicas.successes
         await world.quiet()
 
 
@@ -225,6 +248,7 @@ async def test_a_failure_before_the_first_byte_is_tried_elsewhere(store_url: str
         assert visitor.events[-1] == b"[DONE]"
         assert b"error" not in visitor.body
         await soon(lambda: mock.count(State.FINISHED) == 1, "the second engine's call has ended well")
+        assert world.replicas.successes == ["b"]
         assert world.only_end().outcome is Outcome.COMPLETED
         await world.quiet()
 
@@ -250,6 +274,7 @@ async def test_no_third_replica_is_tried(store_url: str, first: str, second: str
             visitor = await world.visit(chat(stream=True))
             expect_answer(visitor, STATUS[two.code], two.code)
             assert [name for name, _ in world.replicas.failures] == ["a", "b"]
+            assert not world.replicas.successes
             assert mock.count(State.RECEIVED) == 0
             assert world.only_end().outcome is Outcome.FAILED
             await world.quiet()
@@ -314,7 +339,8 @@ async def test_an_engines_own_refusal_is_relayed(store_url: str, status: int, st
         assert visitor.header("content-type") == "application/json"
         assert visitor.header("content-length") == str(len(TOO_LONG))
         assert visitor.header("retry-after") == "7"
-        assert (world.replicas.failures, mock.count(State.RECEIVED)) == ([], 0)
+        assert (world.replicas.failures, world.replicas.successes) == ([], [])
+        assert mock.count(State.RECEIVED) == 0
         world.only_end()
         await world.quiet()
 

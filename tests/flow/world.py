@@ -23,6 +23,7 @@ from gateway.http.proxy import Calls, ClassTerms, EdgeSettings, Proxy
 from gateway.ledger.api import Admission, Grant
 from gateway.ledger.valkey import HoldLimits, ValkeyLedger
 from gateway.tokens.api import Counted, Counter
+from gateway.upstream.api import Trouble
 from gateway.upstream.client import EngineClient
 from gateway.upstream.engines import FleetPlan, WatchedEngines
 from gateway.upstream.fleet import ReplicaShape, ReplicaSpec, ReplicaState
@@ -58,8 +59,9 @@ class Replicas:
     """What `WatchedEngines` needs of a watch: replicas of one pool that are up until a test says otherwise."""
 
     def __init__(self, urls: Mapping[str, str], blocks: Mapping[str, int], prefill_tokens: int) -> None:
-        self.failures: list[tuple[str, bool]] = []
-        """Reports of failed calls: replica, and whether it was the connection that failed."""
+        self.failures: list[tuple[str, Trouble]] = []
+        """Reports of failed calls."""
+        self.successes: list[str] = []
         self.down: set[str] = set()
         self._states = [
             ReplicaState(
@@ -77,8 +79,11 @@ class Replicas:
     def is_up(self, name: str) -> bool:
         return name not in self.down
 
-    def report_failure(self, name: str, connecting: bool) -> None:
-        self.failures.append((name, connecting))
+    def report_failure(self, name: str, trouble: Trouble) -> None:
+        self.failures.append((name, trouble))
+
+    def report_success(self, name: str) -> None:
+        self.successes.append(name)
 
 
 class World:

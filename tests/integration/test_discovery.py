@@ -9,6 +9,9 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 
+from gateway.core.rests import Why
+from gateway.upstream.api import Trouble
+from gateway.upstream.breaker import FAILURES_MAX
 from gateway.upstream.fleet import (
     BACKOFF_FIRST_SECONDS,
     BACKOFF_MAX_SECONDS,
@@ -419,11 +422,11 @@ async def test_two_refused_connections_in_a_row_take_a_replica_out_at_once() -> 
         world = World()
         async with watching(world, spec(here.url)) as watch:
             await watch.tried()
-            watch.report_failure("unknown", connecting=True)
-            watch.report_failure("a", connecting=True)
-            watch.report_failure("a", connecting=False)
+            watch.report_failure("unknown", Trouble.UNREACHABLE)
+            watch.report_failure("a", Trouble.UNREACHABLE)
+            watch.report_failure("a", Trouble.BROKEN)
             assert watch.is_up("a")
-            watch.report_failure("a", connecting=True)
+            watch.report_failure("a", Trouble.UNREACHABLE)
             assert not watch.is_up("a")
             await soon(lambda: watch.is_up("a"))
 
@@ -433,10 +436,10 @@ async def test_a_good_probe_forgives_a_refused_connection() -> None:
         world = World()
         async with watching(world, spec(here.url)) as watch:
             await watch.tried()
-            watch.report_failure("a", connecting=True)
+            watch.report_failure("a", Trouble.UNREACHABLE)
             probes = len(here.asked)
             await soon(lambda: len(here.asked) >= probes + 4)
-            watch.report_failure("a", connecting=True)
+            watch.report_failure("a", Trouble.UNREACHABLE)
             assert watch.is_up("a")
 
 
@@ -567,10 +570,10 @@ async def test_changes_during_an_announcement_come_in_the_next_one() -> None:
             await watch.tried()
             await soon(lambda: bool(world.changes))
             for _ in range(2):
-                watch.report_failure("a", connecting=True)
+                watch.report_failure("a", Trouble.UNREACHABLE)
             await soon(lambda: world.busy == 1)
             for _ in range(2):
-                watch.report_failure("b", connecting=True)
+                watch.report_failure("b", Trouble.UNREACHABLE)
             await soon(lambda: frozenset({"b"}) in [names - {"a"} for names in world.changes[1:]])
 
 
@@ -680,3 +683,160 @@ def blocks_of(watch: FleetWatch) -> int:
     shape = watch.states()[0].shape
     assert shape is not None
     return shape.num_gpu_blocks
+
+
+# -- a replica that answers, and rests -------------------------------------------------------------------------------
+
+GOOD = json.dumps({"object": "text_completion", "choices": [{"text": "x", "finish_reason": "length"}]})
+ENDING = GOOD.replace("length", "abort")
+
+
+def vital_signs(running: int = 0, aborted: int = 0, awake: int = 1) -> str:
+    """As vLLM 0.32 writes them."""
+    return (
+        f'vllm:num_requests_running{{engine="0",model_name="m"}} {running}.0\n'
+        f'vllm:engine_sleep_state{{engine="0",model_name="m",sleep_state="awake"}} {awake}.0\n'
+        f'vllm:request_success_total{{engine="0",finished_reason="abort",model_name="m"}} {aborted}.0\n'
+    )
+
+
+class Patient(Engine):
+    """It has vital signs, and an answer to a call of one token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.completions: tuple[int, bytes] | None = (200, GOOD.encode())
+        self.show()
+
+    def show(self, **signs: int) -> None:
+        self.metrics = (200, metrics(cache_line(), vital_signs(**signs)))
+
+    @property
+    def trials(self) -> int:
+        return self.asked.count("/v1/completions")
+
+    async def answer(self, path: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if path != "/v1/completions":
+            return await super().answer(path, reader, writer)
+        if self.completions is None:
+            await reader.read()
+            return None
+        status, body = self.completions
+        writer.write(b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n%b" % (status, len(body), body))
+        return await writer.drain()
+
+
+@asynccontextmanager
+async def two_of_a_pool(world: World) -> AsyncIterator[tuple[FleetWatch, Patient, Patient]]:
+    a, b = Patient(), Patient()
+    async with serving(a, 0), serving(b, 0), watching(world, spec(a.url), spec(b.url, "b")) as watch:
+        await watch.tried()
+        await soon(lambda: frozenset().union(*world.changes) == {"a", "b"})
+        world.changes.clear()
+        yield watch, a, b
+
+
+def fail(watch: FleetWatch, name: str, trouble: Trouble = Trouble.BROKEN, times: int = FAILURES_MAX) -> None:
+    for _ in range(times):
+        watch.report_failure(name, trouble)
+
+
+async def test_one_that_sleeps_rests_until_it_is_awake() -> None:
+    world = World()
+    async with two_of_a_pool(world) as (watch, a, _):
+        a.show(awake=0)
+        await soon(lambda: watch.why_it_rests("a") is Why.ASLEEP)
+        assert watch.is_up("a")
+        await soon(lambda: world.changes == [frozenset({"a"})])
+        a.show(awake=1)
+        await soon(lambda: watch.why_it_rests("a") is None)
+        await soon(lambda: world.changes == [frozenset({"a"})] * 2)
+        assert a.trials == 0
+
+
+async def test_one_that_ends_a_call_rests_until_a_trial_is_answered() -> None:
+    world = World()
+    async with two_of_a_pool(world) as (watch, a, b):
+        a.completions = (200, ENDING.encode())
+        watch.report_failure("a", Trouble.ENDING)
+        assert watch.why_it_rests("a") is Why.ENDING
+        assert watch.is_up("a")
+        await soon(lambda: a.trials >= 4)
+        assert watch.why_it_rests("a") is Why.ENDING
+        assert 5.0 in world.pauses, "trials become rarer"
+        a.completions = (200, GOOD.encode())
+        await soon(lambda: watch.why_it_rests("a") is None)
+        trials = a.trials
+        await soon(lambda: len(a.asked) >= trials + 12)
+        assert (a.trials, b.trials) == (trials, 0)
+
+
+async def test_what_its_metrics_say_of_aborted_calls_is_looked_into() -> None:
+    """A good answer to the trial means that somebody else's calls were ended, and no more."""
+    async with two_of_a_pool(World()) as (watch, a, _):
+        a.show(aborted=1)
+        await soon(lambda: a.trials == 1)
+        assert watch.why_it_rests("a") is None
+        a.completions = (200, ENDING.encode())
+        a.show(aborted=2)
+        await soon(lambda: watch.why_it_rests("a") is Why.ENDING)
+
+
+async def test_failures_in_a_row_close_one_of_two_until_a_trial_is_answered() -> None:
+    async with two_of_a_pool(World()) as (watch, a, _):
+        a.completions = (500, b"")
+        fail(watch, "a", times=FAILURES_MAX - 1)
+        watch.report_success("a")
+        fail(watch, "a", times=FAILURES_MAX - 1)
+        assert watch.why_it_rests("a") is None
+        fail(watch, "a", times=1)
+        assert watch.why_it_rests("a") is Why.FAILING
+        watch.report_success("a")
+        assert watch.why_it_rests("a") is Why.FAILING, "a call that began before"
+        trials = a.trials
+        await soon(lambda: a.trials >= trials + 2)
+        assert watch.why_it_rests("a") is Why.FAILING
+        a.completions = (404, b"")
+        await soon(lambda: watch.why_it_rests("a") is None)
+
+
+async def test_what_calls_met_does_not_close_the_last_one_of_a_pool() -> None:
+    """When the other one is back it does."""
+    async with two_of_a_pool(World()) as (watch, a, b):
+        a.completions = b.completions = (500, b"")
+        fail(watch, "a")
+        fail(watch, "b", Trouble.ENDING, 1)
+        fail(watch, "b", times=2 * FAILURES_MAX)
+        assert (watch.why_it_rests("a"), watch.why_it_rests("b")) == (Why.FAILING, None)
+        a.completions = (200, GOOD.encode())
+        await soon(lambda: watch.why_it_rests("a") is None)
+        await soon(lambda: watch.why_it_rests("b") is Why.ENDING)
+
+
+async def test_a_suspect_rests_until_a_call_has_ended_there() -> None:
+    """One that is the last of its pool, too: what it still runs has blocks that others would be given."""
+    async with two_of_a_pool(World()) as (watch, a, b):
+        a.show(running=3)
+        b.show(awake=0)
+        await soon(lambda: watch.why_it_rests("b") is Why.ASLEEP)
+        watch.report_failure("a", Trouble.SLOW)
+        for running in (3, 4):
+            a.show(running=running)
+            asked = a.asked.count("/metrics")
+            await soon(lambda asked=asked: a.asked.count("/metrics") >= asked + 3)
+            assert watch.why_it_rests("a") is Why.SUSPECT
+        a.show(running=3)
+        await soon(lambda: watch.why_it_rests("a") is None)
+        assert a.trials == 0
+
+
+async def test_another_process_has_done_nothing_wrong() -> None:
+    async with two_of_a_pool(World()) as (watch, a, _):
+        a.completions = (200, ENDING.encode())
+        fail(watch, "a", Trouble.ENDING, 1)
+        a.health = (503, b"")
+        await soon(lambda: not watch.is_up("a"))
+        assert watch.why_it_rests("a") is None
+        a.health = (200, b"")
+        await soon(lambda: watch.is_up("a"))
+        assert watch.why_it_rests("a") is None

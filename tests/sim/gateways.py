@@ -16,7 +16,7 @@ from gateway.http.proxy import Calls, ClassTerms, EdgeSettings, Proxy
 from gateway.ledger.api import Admission, Lost
 from gateway.ledger.reservation import Ask
 from gateway.ledger.valkey import HoldLimits, ValkeyLedger
-from gateway.upstream.api import Receiver, UpstreamRequest
+from gateway.upstream.api import Receiver, Trouble, UpstreamRequest
 from gateway.upstream.client import EngineClient
 from gateway.upstream.engines import FleetPlan, WatchedEngines
 from gateway.upstream.fleet import ReplicaShape, ReplicaSpec, ReplicaState
@@ -86,8 +86,11 @@ class Watch:
     def set(self, name: str, up: bool) -> None:
         self._down = self._down - {name} if up else self._down | {name}
 
-    def report_failure(self, name: str, connecting: bool) -> None:
+    def report_failure(self, name: str, trouble: Trouble) -> None:
         """Only the world's own events take an engine out."""
+
+    def report_success(self, name: str) -> None:
+        """Nor does one bring it back."""
 
 
 class Ledger(ValkeyLedger):

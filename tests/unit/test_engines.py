@@ -6,6 +6,7 @@ import pytest
 
 from gateway.core.books import ReplicaConfig
 from gateway.core.route import PoolShape
+from gateway.upstream.api import Trouble
 from gateway.upstream.engines import FleetPlan, WatchedEngines, blocks_limit
 from gateway.upstream.fleet import FleetWatch, ReplicaShape, ReplicaSpec, ReplicaState
 from gateway.upstream.scraper import Scraper
@@ -16,7 +17,8 @@ class Watch:
 
     def __init__(self, *places: tuple[str, str]) -> None:
         self.now = {name: state(name, pool, up=False, shape=None) for name, pool in places}
-        self.failures: list[tuple[str, bool]] = []
+        self.reports: list[tuple[str, Trouble | None]] = []
+        """Of calls: replica, and what their failure said, None of a success."""
 
     def set(self, name: str, up: bool = True, **numbers: int) -> None:
         pool = self.now[name].spec.pool
@@ -28,8 +30,11 @@ class Watch:
     def is_up(self, name: str) -> bool:
         return self.now[name].up
 
-    def report_failure(self, name: str, connecting: bool) -> None:
-        self.failures.append((name, connecting))
+    def report_failure(self, name: str, trouble: Trouble) -> None:
+        self.reports.append((name, trouble))
+
+    def report_success(self, name: str) -> None:
+        self.reports.append((name, None))
 
 
 def state(name: str, pool: str, up: bool, shape: ReplicaShape | None) -> ReplicaState:
@@ -201,9 +206,11 @@ def test_another_replica_is_large_enough(watch: Watch) -> None:
     assert not made.another_can_hold("short", ["a"], 100, 5)
 
 
-def test_failures_go_to_the_watch(watch: Watch) -> None:
-    engines(watch).report_failure("a", connecting=True)
-    assert watch.failures == [("a", True)]
+def test_ends_of_calls_go_to_the_watch(watch: Watch) -> None:
+    made = engines(watch)
+    made.report_failure("a", Trouble.SLOW)
+    made.report_success("b")
+    assert watch.reports == [("a", Trouble.SLOW), ("b", None)]
 
 
 async def test_the_real_watch_knows_its_replicas_before_they_answer() -> None:

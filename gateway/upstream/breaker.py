@@ -1,0 +1,116 @@
+"""Whether a replica that answers its probes should get calls: one replica, as one process sees it.
+
+It rests while it says that it is asleep or ending, while calls fail there one after the other, and while one that it
+left without an answer may still be in it.  What ends a rest is what the engine says of itself, or a trial: a call of
+one token that the watch sends.  Refusals of a client's own making, and of load, say nothing against a replica.
+"""
+
+from enum import StrEnum
+
+from gateway.core.rests import Why
+from gateway.core.sse import Failure, inspect_answer
+from gateway.upstream.api import Trouble
+from gateway.upstream.metrics_text import Vitals
+
+FAILURES_MAX = 5
+"""Calls that fail in a row, without one that succeeds between them, until it rests."""
+DOUBT_FAILURES = 2
+"""Of these, for a trial: an engine that shuts down answers a chat with 500 or a reset, a completion with the truth."""
+
+
+class Verdict(StrEnum):
+    """What a trial came to."""
+
+    GOOD = "good"
+    NEUTRAL = "neutral"
+    """It is busy, so it says nothing: the next trial may."""
+    ENDING = "ending"
+    BAD = "bad"
+
+
+_VERDICTS = {
+    Failure.ABORTED: Verdict.ENDING,
+    Failure.EMPTY: Verdict.ENDING,
+    Failure.BUSY: Verdict.NEUTRAL,
+}
+
+
+def verdict_of(status: int, body: bytes) -> Verdict:
+    """Of the answer to a trial.  An engine that refuses it, as one that serves embeddings does, is at work."""
+    if status in (429, 503):
+        return Verdict.NEUTRAL
+    if status != 200:
+        return Verdict.BAD if status >= 500 else Verdict.GOOD
+    failure = inspect_answer(body).failure
+    return Verdict.GOOD if failure is None else _VERDICTS.get(failure, Verdict.BAD)
+
+
+class Breaker:
+    """Takes in what happens at a replica; `why` is the reason for which it rests, None where it does not."""
+
+    def __init__(self) -> None:
+        self._asleep = False
+        self._ending = False
+        self._failures = 0
+        self._suspect = False
+        self._running_most: int | None = None
+        """Of those that ran in a suspect."""
+        self._aborted: int | None = None
+        """Calls that the engine has ended by itself since it began."""
+        self.doubtful = False
+        """It may be ending: a trial has to tell."""
+
+    @property
+    def why(self) -> Why | None:
+        if self._asleep:
+            return Why.ASLEEP
+        if self._ending:
+            return Why.ENDING
+        if self._failures >= FAILURES_MAX:
+            return Why.FAILING
+        return Why.SUSPECT if self._suspect else None
+
+    @property
+    def wants_trial(self) -> bool:
+        """A suspect that says how many calls run in it ends its rest by that."""
+        if self.why is Why.SUSPECT:
+            return self._running_most is None
+        return self.doubtful or self.why in (Why.ENDING, Why.FAILING)
+
+    def succeeded(self) -> None:
+        """A call was answered, which did not begin before a rest."""
+        self._failures = 0
+
+    def failed(self, trouble: Trouble) -> None:
+        """A call failed there."""
+        if trouble is Trouble.ENDING:
+            self._ending = True
+        elif trouble in (Trouble.BROKEN, Trouble.SLOW):
+            self._failures += 1
+            self.doubtful = self.doubtful or self._failures == DOUBT_FAILURES
+        if trouble is Trouble.SLOW and not self._suspect:
+            self._suspect, self._running_most = True, None
+
+    def saw(self, vitals: Vitals) -> None:
+        """What its metrics say; what they do not state is not known."""
+        self._asleep = vitals.awake is False
+        before, self._aborted = self._aborted, vitals.aborted
+        if before is not None and vitals.aborted is not None:
+            self.doubtful = self.doubtful or vitals.aborted > before
+        if self._suspect and vitals.running is not None:
+            self._look_for_ends(vitals.running)
+
+    def _look_for_ends(self, running: int) -> None:
+        if running == 0 or running < (self._running_most or 0):
+            self._suspect = False
+        self._running_most = running
+
+    def tried(self, verdict: Verdict) -> None:
+        if verdict is Verdict.NEUTRAL:
+            return
+        self.doubtful = False
+        if verdict is Verdict.GOOD:
+            self._ending = self._suspect = False
+            self._failures = 0
+        elif verdict is Verdict.ENDING:
+            self._ending = True

@@ -1,0 +1,168 @@
+"""When a replica that answers its probes gets no new calls, and what lets it back in."""
+
+import json
+
+import pytest
+
+from gateway.core.rests import Why
+from gateway.upstream.api import Trouble
+from gateway.upstream.breaker import FAILURES_MAX, Breaker, Verdict, verdict_of
+from gateway.upstream.metrics_text import Vitals, vitals
+
+ANSWER = {"object": "text_completion", "choices": [{"text": "x", "finish_reason": "length"}]}
+
+
+def failing(trouble: Trouble = Trouble.BROKEN, times: int = FAILURES_MAX) -> Breaker:
+    breaker = Breaker()
+    for _ in range(times):
+        breaker.failed(trouble)
+    return breaker
+
+
+def test_failures_in_a_row_open_it() -> None:
+    breaker = failing(times=FAILURES_MAX - 1)
+    assert breaker.why is None
+    breaker.succeeded()
+    for _ in range(FAILURES_MAX - 1):
+        breaker.failed(Trouble.BROKEN)
+    assert breaker.why is None
+    breaker.failed(Trouble.BROKEN)
+    assert breaker.why is Why.FAILING
+    assert breaker.wants_trial
+
+
+def test_two_failures_in_a_row_are_looked_into() -> None:
+    """An engine that shuts down answers a chat with 500, and says to a completion what it does."""
+    breaker = failing(times=1)
+    breaker.succeeded()
+    breaker.failed(Trouble.BROKEN)
+    assert not breaker.wants_trial
+    breaker.failed(Trouble.SLOW)
+    assert breaker.doubtful
+    breaker.tried(Verdict.GOOD)
+    assert not breaker.doubtful
+
+
+@pytest.mark.parametrize("trouble", [Trouble.BUSY, Trouble.UNREACHABLE])
+def test_load_and_refused_connections_do_not(trouble: Trouble) -> None:
+    """Of these the watch takes care: a replica that takes no connection is down."""
+    assert failing(trouble, 100).why is None
+
+
+def test_only_a_good_trial_closes_it() -> None:
+    breaker = failing()
+    for verdict in (Verdict.BAD, Verdict.NEUTRAL):
+        breaker.tried(verdict)
+        assert (breaker.why, breaker.wants_trial) == (Why.FAILING, True)
+    breaker.tried(Verdict.GOOD)
+    assert (breaker.why, breaker.wants_trial) == (None, False)
+    assert failing(times=1).why is None
+
+
+def test_one_call_that_the_engine_ended_is_enough() -> None:
+    breaker = failing(Trouble.ENDING, 1)
+    for verdict in (Verdict.ENDING, Verdict.BAD, Verdict.NEUTRAL):
+        assert (breaker.why, breaker.wants_trial) == (Why.ENDING, True)
+        breaker.tried(verdict)
+    breaker.tried(Verdict.GOOD)
+    assert breaker.why is None
+
+
+def test_calls_of_others_that_the_engine_ended_are_looked_into() -> None:
+    """The count alone proves nothing, and what it was at the first look neither."""
+    breaker = Breaker()
+    for aborted in (None, 7, 7):
+        breaker.saw(Vitals(aborted=aborted))
+        assert not breaker.wants_trial
+    breaker.saw(Vitals(aborted=8))
+    breaker.saw(Vitals(aborted=8))
+    assert (breaker.why, breaker.wants_trial) == (None, True)
+    breaker.tried(Verdict.NEUTRAL)
+    assert breaker.wants_trial
+    breaker.tried(Verdict.ENDING)
+    assert breaker.why is Why.ENDING
+    breaker.tried(Verdict.GOOD)
+    breaker.saw(Vitals(aborted=0))
+    assert (breaker.why, breaker.wants_trial) == (None, False)
+
+
+def test_it_sleeps_as_long_as_its_metrics_say() -> None:
+    """What they leave out is not known, and no reason."""
+    breaker = Breaker()
+    for awake, why in ((True, None), (False, Why.ASLEEP), (None, None), (False, Why.ASLEEP), (True, None)):
+        breaker.saw(Vitals(awake=awake))
+        assert (breaker.why, breaker.wants_trial) == (why, False)
+
+
+@pytest.mark.parametrize(
+    "readings", [[3, 3, 4, 4, 3], [0], [2, 2, 0], [1, 0]], ids=["fell", "idle", "all ended", "one ended"]
+)
+def test_a_suspect_is_one_until_a_call_has_ended_there(readings: list[int]) -> None:
+    breaker = failing(Trouble.SLOW, 1)
+    for running in readings:
+        assert breaker.why is Why.SUSPECT
+        breaker.saw(Vitals(running=running))
+    assert breaker.why is None
+
+
+def test_a_suspect_that_does_not_say_what_runs_is_tried() -> None:
+    breaker = failing(Trouble.SLOW, 1)
+    breaker.saw(Vitals())
+    assert (breaker.why, breaker.wants_trial) == (Why.SUSPECT, True)
+    breaker.tried(Verdict.BAD)
+    assert breaker.why is Why.SUSPECT
+    breaker.tried(Verdict.GOOD)
+    assert breaker.why is None
+    breaker.failed(Trouble.SLOW)
+    breaker.saw(Vitals(running=2))
+    assert (breaker.why, breaker.wants_trial) == (Why.SUSPECT, False)
+
+
+def test_more_late_answers_do_not_make_it_less_of_a_suspect() -> None:
+    breaker = failing(Trouble.SLOW, 1)
+    breaker.saw(Vitals(running=5))
+    breaker.failed(Trouble.SLOW)
+    breaker.saw(Vitals(running=4))
+    assert breaker.why is None, "one that ran when it became one has ended"
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "verdict"),
+    [
+        (200, ANSWER, Verdict.GOOD),
+        (200, ANSWER | {"choices": [{"text": "", "finish_reason": "abort"}]}, Verdict.ENDING),
+        (200, {"error": {"message": "it failed", "code": 500}}, Verdict.BAD),
+        (200, {"error": {"message": "busy", "code": 503}}, Verdict.NEUTRAL),
+        (200, "<html>", Verdict.BAD),
+        (400, {}, Verdict.GOOD),
+        (404, {}, Verdict.GOOD),
+        (429, {}, Verdict.NEUTRAL),
+        (503, {}, Verdict.NEUTRAL),
+        (500, {}, Verdict.BAD),
+        (502, {}, Verdict.BAD),
+    ],
+)
+def test_what_a_trial_comes_to(status: int, body: object, verdict: Verdict) -> None:
+    assert verdict_of(status, json.dumps(body).encode()) is verdict
+
+
+RUNNING = 'vllm:num_requests_running{engine="%d",model_name="m"} %s\n'
+ABORTED = 'vllm:request_success_total{engine="%d",finished_reason="abort",model_name="m"} %s\n'
+STOPPED = 'vllm:request_success_total{engine="0",finished_reason="stop",model_name="m"} 9.0\n'
+STATE = 'vllm:engine_sleep_state{engine="0",model_name="m",sleep_state="%s"} %s\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", Vitals()),
+        (RUNNING % (0, "3.0") + RUNNING % (1, "2.0"), Vitals(running=5)),
+        (STOPPED + ABORTED % (0, "2.0") + ABORTED % (1, "1.0"), Vitals(aborted=3)),
+        (STATE % ("awake", "1.0") + STATE % ("discard_all", "0.0"), Vitals(awake=True)),
+        (STATE % ("awake", "0.0") + STATE % ("weights_offloaded", "1.0"), Vitals(awake=False)),
+        (RUNNING % (0, "NaN") + ABORTED % (0, "-1") + STATE % ("awake", "?"), Vitals()),
+        ("# HELP vllm:num_requests_running x\nvllm:num_requests_running{", Vitals()),
+    ],
+)
+def test_what_metrics_say_of_an_engine(text: str, expected: Vitals) -> None:
+    assert vitals(text) == expected
