@@ -8,10 +8,11 @@ import contextlib
 import logging
 import math
 import secrets as random_secrets
-from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from ssl import SSLContext
 from typing import Any
 
 from gateway import __version__, all_fleets
@@ -42,7 +43,8 @@ from gateway.telemetry.logs import CallRecords
 from gateway.telemetry.prometheus import CONTENT_TYPE, Metrics
 from gateway.telemetry.workers import Place, Workers
 from gateway.tokens.tiktoken_counter import TiktokenCounter
-from gateway.upstream.client import EngineClient
+from gateway.upstream.api import Access
+from gateway.upstream.client import EngineClient, tls_context
 from gateway.upstream.engines import FleetPlan, WatchedEngines
 from gateway.upstream.fleet import FleetWatch, ReplicaSpec
 from gateway.upstream.limits import UpstreamLimits
@@ -80,11 +82,16 @@ class FleetRoom:
     """One fleet's engines, ledger and tasks."""
 
     def __init__(
-        self, settings: Settings, fleet: FleetSettings, secrets: Secrets, observer: Callable[[Fact], None]
+        self,
+        settings: Settings,
+        fleet: FleetSettings,
+        accesses: Mapping[str, Access],
+        observer: Callable[[Fact], None],
     ):
-        scraper = Scraper(secrets.upstream_api_key, settings.upstream.ca_file)
+        """`accesses` by pool."""
+        self._accesses = accesses
         names = frozenset(fleet.models)
-        self.watch = FleetWatch(_replica_specs(fleet), names, self._on_change, scraper=scraper)
+        self.watch = FleetWatch(_replica_specs(fleet, accesses), names, self._on_change, scraper=Scraper())
         self.engines = WatchedEngines(_plan(settings, fleet), self.watch)
         self.ledger = _ledger(settings, fleet.name, self.engines.books_config, observer)
         self.fleet = Fleet(fleet.name, self.engines, self.ledger)
@@ -93,7 +100,7 @@ class FleetRoom:
     def use(self, settings: Settings, fleet: FleetSettings) -> None:
         """Another configuration that `check_reload` allows; the store hears of it with the next batch."""
         self.models = fleet.models
-        self.watch.update(_replica_specs(fleet), frozenset(fleet.models))
+        self.watch.update(_replica_specs(fleet, self._accesses), frozenset(fleet.models))
         self.engines.update(_plan(settings, fleet))
         self.ledger.reconfigure()
 
@@ -166,7 +173,6 @@ class Gateway:
         `place`: among several workers of one command, which show their numbers as one.
         """
         self._settings = settings
-        self._secrets = secrets
         self._source = source
         self._rooms: list[FleetRoom] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -183,7 +189,10 @@ class Gateway:
         )
         self._workers = self._join(place) if place else None
         self._call_records = CallRecords()
-        self._rooms = [FleetRoom(settings, fleet, secrets, self._observe) for fleet in settings.fleets]
+        accesses = _accesses(settings, secrets)
+        self._rooms = [
+            FleetRoom(settings, fleet, accesses[fleet.name], self._observe) for fleet in settings.fleets
+        ]
         self._limits = LimitsRoom(settings, self._observe)
         self._keys = Keyring((), None if settings.auth.required else anonymous(settings.default_class))
         self._book = KeyBook(self._keys, self._limits.note)
@@ -193,14 +202,14 @@ class Gateway:
         self._shared = FollowedKeys(
             settings.store.url, self._book.read_stored if in_store else None, self.calls.cut
         )
-        self._upstream = EngineClient(_upstream_limits(settings.upstream), ca_file=settings.upstream.ca_file)
+        self._upstream = EngineClient(_upstream_limits(settings.upstream))
         self._models: dict[str, Fleet] = {}
         self._name_models()
         self._proxy = Proxy(
             Flow(self._counter, self._upstream, self._limits.ledger),
             self._callers,
             self._models,
-            _edge_settings(settings, secrets),
+            _edge_settings(settings),
             self.calls,
             self._observe,
         )
@@ -279,7 +288,7 @@ class Gateway:
             room.use(settings, fleet)
         self._limits.use(settings)
         self._name_models()
-        self._proxy.use(_edge_settings(settings, self._secrets))
+        self._proxy.use(_edge_settings(settings))
         self._metrics.know(_metric_names(settings), [c.name for c in settings.classes])
 
     # -- life ----------------------------------------------------------------------------------------------------
@@ -474,7 +483,42 @@ def _class_shares(settings: Settings) -> tuple[tuple[str, int], ...]:
     return tuple((class_.name, round(class_.share * 1000)) for class_ in settings.classes)
 
 
-def _replica_specs(fleet: FleetSettings) -> list[ReplicaSpec]:
+def read_certificates(settings: Settings) -> dict[str, dict[str, SSLContext]]:
+    """What connections to each pool of each fleet are made with.  Raises ConfigError.
+
+    Pools of the same files share one: it takes milliseconds, and the system's authorities take up memory.
+    """
+    made: dict[tuple[str | None, ...], SSLContext] = {}
+    found: dict[str, dict[str, SSLContext]] = {}
+    for f, fleet in enumerate(settings.fleets):
+        for p, pool in enumerate(fleet.pools):
+            access = pool.upstream
+            files = access.ca_file, access.client_cert_file, access.client_key_file
+            try:
+                context = made.setdefault(files, made.get(files) or tls_context(*files))
+            except OSError as error:
+                problem = f"its files cannot be used for TLS: {error.strerror or error}"
+                raise ConfigError(f"fleets[{f}].pools[{p}].upstream", problem) from None
+            found.setdefault(fleet.name, {})[pool.name] = context
+    return found
+
+
+def _accesses(settings: Settings, secrets: Secrets) -> dict[str, dict[str, Access]]:
+    """By fleet and pool."""
+    contexts, keys = read_certificates(settings), secrets.engine_keys
+    return {
+        fleet.name: {
+            pool.name: Access.of(
+                keys[pool.upstream.api_key_env] if pool.upstream.api_key_env else None,
+                contexts[fleet.name][pool.name],
+            )
+            for pool in fleet.pools
+        }
+        for fleet in settings.fleets
+    }
+
+
+def _replica_specs(fleet: FleetSettings, accesses: Mapping[str, Access]) -> list[ReplicaSpec]:
     defaults = ReplicaSpec("", "", "")
     return [
         ReplicaSpec(
@@ -486,6 +530,7 @@ def _replica_specs(fleet: FleetSettings) -> list[ReplicaSpec]:
             max_model_len=replica.max_model_len,
             max_num_seqs=replica.max_num_seqs or defaults.max_num_seqs,
             prefill_tokens=replica.prefill_tokens or defaults.prefill_tokens,
+            access=accesses[pool.name],
         )
         for pool in fleet.pools
         for replica in pool.replicas
@@ -522,7 +567,7 @@ def _upstream_limits(upstream: Upstream) -> UpstreamLimits:
     )
 
 
-def _edge_settings(settings: Settings, secrets: Secrets) -> EdgeSettings:
+def _edge_settings(settings: Settings) -> EdgeSettings:
     return EdgeSettings(
         body_bytes_max=settings.server.body_bytes_max,
         body_seconds=settings.server.body_seconds,
@@ -530,7 +575,6 @@ def _edge_settings(settings: Settings, secrets: Secrets) -> EdgeSettings:
         n_max=settings.server.n_max,
         overload_status=settings.answers.overload_status,
         show_replica=settings.answers.show_replica,
-        upstream_api_key=secrets.upstream_api_key,
         classes={c.name: _class_terms(c) for c in settings.classes},
         default_class=settings.default_class,
         retry_share=settings.queue.retry_share,

@@ -193,6 +193,12 @@ def _check_config(parsed: argparse.Namespace) -> int:
         from gateway.app import read_signature_keys
 
         read_signature_keys(settings.auth.jwt)
+    if any(
+        pool.upstream.ca_file or pool.upstream.client_cert_file for f in settings.fleets for pool in f.pools
+    ):
+        from gateway.app import read_certificates
+
+        read_certificates(settings)
     fleets = ", ".join(fleet.name for fleet in settings.fleets)
     print(f"{parsed.file}: good. Fleets: {fleets}; store: {without_password(settings.store.url)}{counted}")
     return 0

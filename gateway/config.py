@@ -2,12 +2,12 @@
 
 `load` and `load_keys` either return frozen values in which every limit holds, or raise `ConfigError` with one
 line that names the setting, its value and the limit.  Secrets are never settings: `admin.token_env` and
-`upstream.api_key_env` name variables, which `load_secrets` reads.  The environment is an argument.
+`api_key_env` name variables, which `load_secrets` reads.  The environment is an argument.
 """
 
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime
 from ipaddress import ip_network
@@ -157,14 +157,21 @@ class PriorityClass(_Strict, frozen=True, kw_only=True):
     key_share: KeyShare = 0.5
 
 
-class Upstream(_Strict, frozen=True, kw_only=True):
+class Access(_Strict, frozen=True, kw_only=True):
+    """What lets a gateway in to engines.  Files are absolute once loaded."""
+
+    api_key_env: VariableName | None = None
+    ca_file: Annotated[str, Meta(min_length=1)] | None = None
+    client_cert_file: Annotated[str, Meta(min_length=1)] | None = None
+    client_key_file: Annotated[str, Meta(min_length=1)] | None = None
+    """None: the key is in the file of the certificate."""
+
+
+class Upstream(Access, frozen=True, kw_only=True):
     connect_seconds: Seconds = 2
     headers_seconds: Seconds = 120
     first_event_seconds: Seconds = 120
     idle_seconds: Seconds = 60
-    api_key_env: VariableName | None = None
-    ca_file: Annotated[str, Meta(min_length=1)] | None = None
-    """Absolute once loaded."""
 
 
 class Replica(_Strict, frozen=True, kw_only=True):
@@ -184,6 +191,8 @@ class Replica(_Strict, frozen=True, kw_only=True):
 class Pool(_Strict, frozen=True, kw_only=True):
     name: Name
     max_prompt_tokens: Count | None = None
+    upstream: Access = Access()
+    """Once loaded with what `upstream` of the file says where it says nothing."""
     replicas: Annotated[tuple[Replica, ...], Meta(min_length=1, max_length=256)]
 
 
@@ -281,7 +290,8 @@ class Secrets:
 
     admin_token: str | None = field(repr=False)
     """None switches the admin API off."""
-    upstream_api_key: str | None = field(repr=False)
+    engine_keys: Mapping[str, str] = field(repr=False)
+    """By the variable that held it."""
 
 
 def load(path: Path, environ: Mapping[str, str]) -> Settings:
@@ -340,13 +350,24 @@ def parse_key(fields: Mapping[str, Any]) -> KeyEntry:
 def load_secrets(settings: Settings, environ: Mapping[str, str]) -> Secrets:
     """Read the variables that the settings name; raises ConfigError where one is unusable."""
     admin_token = _secret("admin.token_env", settings.admin.token_env, environ)
-    variable = settings.upstream.api_key_env
-    if variable is None:
-        return Secrets(admin_token, None)
-    api_key = _secret("upstream.api_key_env", variable, environ)
-    if api_key is None:
-        raise ConfigError("upstream.api_key_env", "the variable that it names is not set")
-    return Secrets(admin_token, api_key)
+    engine_keys: dict[str, str] = {}
+    for path, access in _accesses(settings):
+        variable = access.api_key_env
+        if variable is None or variable in engine_keys:
+            continue
+        key = _secret(f"{path}.api_key_env", variable, environ)
+        if key is None:
+            raise ConfigError(f"{path}.api_key_env", "the variable that it names is not set")
+        engine_keys[variable] = key
+    return Secrets(admin_token, engine_keys)
+
+
+def _accesses(settings: Settings) -> Iterator[tuple[str, Access]]:
+    """With their paths; the one that all pools have first."""
+    yield "upstream", settings.upstream
+    for f, fleet in enumerate(settings.fleets):
+        for p, pool in enumerate(fleet.pools):
+            yield f"fleets[{f}].pools[{p}].upstream", pool.upstream
 
 
 def without_password(url: str) -> str:
@@ -558,12 +579,17 @@ def _override(raw: dict[str, Any], environ: Mapping[str, str]) -> dict[str, str]
 
 
 def _secret_variables(raw: Mapping[str, Any], environ: Mapping[str, str]) -> frozenset[str]:
-    names = set(NOT_SETTINGS)
-    for section, setting in (("admin", "token_env"), ("upstream", "api_key_env")):
-        inside = raw.get(section)
-        names.add(str(inside.get(setting)) if isinstance(inside, dict) else "")
-        names.add(environ.get(f"{PREFIX}{section}__{setting}".upper(), ""))
-    return frozenset(names)
+    pools = [pool for fleet in _dicts(raw.get("fleets")) for pool in _dicts(fleet.get("pools"))]
+    sections = [raw.get("admin"), raw.get("upstream"), *(pool.get("upstream") for pool in pools)]
+    settings = ("token_env", "api_key_env")
+    named = [section.get(name) for section in sections if isinstance(section, dict) for name in settings]
+    ends = tuple(f"__{name.upper()}" for name in settings)
+    named += [
+        value
+        for variable, value in environ.items()
+        if variable.startswith(PREFIX) and variable.endswith(ends)
+    ]
+    return NOT_SETTINGS.union(str(name) for name in named if name)
 
 
 def _by_number(variable: str) -> list[tuple[int, str]]:
@@ -706,15 +732,41 @@ def _shown(value: Any) -> str:
 
 def _completed(settings: Settings, folder: Path) -> Settings:
     """Defaults that follow from other values, and absolute paths."""
-    auth, upstream = settings.auth, settings.upstream
+    auth, common = settings.auth, _completed_access(settings.upstream, folder)
     keys_file = auth.keys_file or ("keys.yaml" if auth.required and not auth.keys_in_store else None)
     return replace(
         settings,
         store=replace(settings.store, ca_file=_absolute(settings.store.ca_file, folder)),
         log=replace(settings.log, calls=_absolute(settings.log.calls, folder)),
         auth=_completed_auth(replace(auth, keys_file=keys_file), folder),
-        upstream=replace(upstream, ca_file=_absolute(upstream.ca_file, folder)),
-        fleets=tuple(_completed_fleet(fleet, f"fleets[{i}]") for i, fleet in enumerate(settings.fleets)),
+        upstream=common,
+        fleets=tuple(
+            _completed_fleet(fleet, f"fleets[{i}]", folder, common) for i, fleet in enumerate(settings.fleets)
+        ),
+    )
+
+
+_A = TypeVar("_A", bound=Access)
+
+
+def _completed_access(access: _A, folder: Path) -> _A:
+    return replace(
+        access,
+        ca_file=_absolute(access.ca_file, folder),
+        client_cert_file=_absolute(access.client_cert_file, folder),
+        client_key_file=_absolute(access.client_key_file, folder),
+    )
+
+
+def _inherited(access: Access, common: Access) -> Access:
+    """A certificate and its key come together."""
+    own = access if access.client_cert_file or access.client_key_file else common
+    return replace(
+        access,
+        api_key_env=access.api_key_env or common.api_key_env,
+        ca_file=access.ca_file or common.ca_file,
+        client_cert_file=own.client_cert_file,
+        client_key_file=own.client_key_file,
     )
 
 
@@ -737,10 +789,11 @@ def _absolute(name: str | None, folder: Path) -> str | None:
     return None if name is None else str((folder / name).absolute())
 
 
-def _completed_fleet(fleet: Fleet, path: str) -> Fleet:
+def _completed_fleet(fleet: Fleet, path: str, folder: Path, common: Access) -> Fleet:
     pools = tuple(
         replace(
             pool,
+            upstream=_inherited(_completed_access(pool.upstream, folder), common),
             replicas=tuple(
                 _completed_replica(replica, f"{path}.pools[{p}].replicas[{r}]")
                 for r, replica in enumerate(pool.replicas)
@@ -809,8 +862,8 @@ def _check(settings: Settings) -> None:
     if settings.answers.keepalive_seconds != 0:
         shown = settings.answers.keepalive_seconds
         raise ConfigError("answers.keepalive_seconds", f"{shown:g} is not supported yet, only 0 (off)")
-    if settings.upstream.ca_file and not Path(settings.upstream.ca_file).is_file():
-        raise ConfigError("upstream.ca_file", f"no such file: {settings.upstream.ca_file}")
+    for path, access in _accesses(settings):
+        _check_access(access, path)
     _check_classes(settings.classes)
     _check_urls_across(settings.fleets)
     for i, fleet in enumerate(settings.fleets):
@@ -831,6 +884,17 @@ def _check_trusted_header(header: TrustedHeader) -> None:
             ) from None
         if network.prefixlen == 0:
             raise ConfigError(f"{path}.from[{i}]", f"{text} is everybody: anyone could name any key")
+
+
+def _check_access(access: Access, path: str) -> None:
+    for name in ("ca_file", "client_cert_file", "client_key_file"):
+        file = getattr(access, name)
+        if file and not Path(file).is_file():
+            raise ConfigError(f"{path}.{name}", f"no such file: {file}")
+    if access.client_key_file and not access.client_cert_file:
+        raise ConfigError(
+            f"{path}.client_key_file", "goes with client_cert_file, the certificate of that key"
+        )
 
 
 def _check_jwt(jwt: Jwt) -> None:

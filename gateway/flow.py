@@ -191,9 +191,11 @@ class Flow:
         call.sent_at = time.monotonic()
         relay = client.relay(call, partial(self._first_token, call, demand, grant, reservation))
         call.relay = relay
-        url = call.fleet.engines.url(grant.replica)
+        engines, body = call.fleet.engines, forward(call.request, demand.output_tokens)
+        access = engines.access(grant.replica)
+        headers = [*call.headers, *access.headers]
         request = UpstreamRequest(
-            url, call.request.endpoint, call.headers, forward(call.request, demand.output_tokens)
+            engines.url(grant.replica), call.request.endpoint, headers, body, tls=access.tls
         )
         prefill_over = self._end_prefill_later(call, demand, grant, reservation)
         try:

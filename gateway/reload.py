@@ -115,6 +115,7 @@ def check_reload(running: Settings, wanted: Settings) -> None:
     _same("fleets", [f.name for f in running.fleets], [f.name for f in wanted.fleets])
     for number, (old, new) in enumerate(zip(running.fleets, wanted.fleets, strict=True)):
         _same_lanes(f"fleets[{number}]", old, new)
+        _same_access(f"fleets[{number}]", old, new)
 
 
 def _same_section(section: str, running: msgspec.Struct, wanted: msgspec.Struct) -> None:
@@ -127,6 +128,11 @@ def _same(path: str, running: Sequence[str], wanted: Sequence[str]) -> None:
     if running != wanted:
         shown = f"{', '.join(running)} -> {', '.join(wanted)}"
         raise ConfigError(path, f"names cannot change while the gateway runs ({shown}): restart it")
+
+
+def _same_access(path: str, running: FleetSettings, wanted: FleetSettings) -> None:
+    for number, (old, new) in enumerate(zip(running.pools, wanted.pools, strict=True)):
+        _same_section(f"{path}.pools[{number}].upstream", old.upstream, new.upstream)
 
 
 def _same_lanes(path: str, running: FleetSettings, wanted: FleetSettings) -> None:

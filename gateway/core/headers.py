@@ -58,8 +58,8 @@ def answer_headers(raw: Iterable[Header]) -> list[Header]:
     ]
 
 
-def request_headers(client_headers: Iterable[Header], request_id: str, api_key: str | None) -> list[Header]:
-    """The headers that an engine gets: an allow-list of the client's, our request id, the engine's own key.
+def request_headers(client_headers: Iterable[Header], request_id: str) -> list[Header]:
+    """The headers that an engine gets beside those of its pool: an allow-list of the client's, our request id.
 
     A value that is not printable ASCII stays behind: HTTP gives it no meaning that both sides agree on.
     """
@@ -69,8 +69,6 @@ def request_headers(client_headers: Iterable[Header], request_id: str, api_key: 
     passed = [(name, value) for name, value in headers if name in allowed and _PLAIN(value)]
     passed.append((b"accept-encoding", b"identity"))
     passed.append((b"x-request-id", request_id.encode("ascii")))
-    if api_key is not None:
-        passed.append((b"authorization", b"Bearer " + api_key.encode("ascii")))
     return passed
 
 

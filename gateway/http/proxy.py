@@ -13,7 +13,7 @@ import random
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from gateway.call import Call, Fleet, Terms
@@ -97,7 +97,6 @@ class EdgeSettings:
     n_max: int
     overload_status: int
     show_replica: bool
-    upstream_api_key: str | None = field(repr=False)
     classes: Mapping[str, ClassTerms]
     default_class: str
     retry_share: float
@@ -315,7 +314,7 @@ class Proxy:
             return fleet
         task = asyncio.current_task()
         assert task is not None
-        passed = request_headers(scope["headers"], f"kvg-{visit.own_id}", self._settings.upstream_api_key)
+        passed = request_headers(scope["headers"], f"kvg-{visit.own_id}")
         terms = self._terms_of(visit.key, request.priority, headers)
         if isinstance(terms, Refusal):
             return terms

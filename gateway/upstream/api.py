@@ -1,7 +1,9 @@
 """How the request path talks to an engine: one exchange, bytes in callbacks, failures as one exception."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from enum import Enum, auto
+from ssl import SSLContext
 from typing import Protocol
 
 import msgspec
@@ -9,6 +11,20 @@ import msgspec
 from gateway.core.route import FleetShape
 
 Headers = Sequence[tuple[bytes, bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """What lets a gateway in to the engines of a pool."""
+
+    headers: Headers = field(default=(), repr=False)
+    tls: SSLContext | None = field(default=None, repr=False)
+    """For `https://`: whom it trusts, and its own certificate; None trusts the system's authorities."""
+
+    @classmethod
+    def of(cls, api_key: str | None, tls: SSLContext | None = None) -> "Access":
+        headers = [] if api_key is None else [(b"authorization", b"Bearer " + api_key.encode("ascii"))]
+        return cls(tuple(headers), tls)
 
 
 class UpstreamRequest(msgspec.Struct, frozen=True):
@@ -21,6 +37,8 @@ class UpstreamRequest(msgspec.Struct, frozen=True):
     method: str = "POST"
     alone: bool = False
     """On a connection of its own."""
+    tls: SSLContext | None = None
+    """As in `Access`."""
 
 
 class Trouble(Enum):
@@ -105,6 +123,8 @@ class Engines(Protocol):
         ...
 
     def url(self, replica: str) -> str: ...
+
+    def access(self, replica: str) -> Access: ...
 
     def pool(self, replica: str) -> str:
         """Empty for a replica that is not known."""

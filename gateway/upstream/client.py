@@ -36,6 +36,29 @@ class Origin(NamedTuple):
     """Prefix of every path, without a slash at its end."""
 
 
+_Door = tuple[Origin, ssl.SSLContext | None]
+"""A connection is kept for those who would open one in the same way."""
+
+
+def tls_context(
+    ca_file: str | None = None, cert_file: str | None = None, key_file: str | None = None
+) -> ssl.SSLContext:
+    """For connections to engines.  All files are PEM.
+
+    `ca_file`: whom to trust, None = the system's authorities.  `cert_file`: with what to prove who we are, and its key
+    where that is in no file of its own.  Raises OSError where one cannot be read or used.
+    """
+    context = ssl.create_default_context(cafile=ca_file)
+    if cert_file:
+        context.load_cert_chain(cert_file, key_file, password=_no_password)
+    return context
+
+
+def _no_password() -> str:
+    """A key that needs one is refused, where a terminal would be asked."""
+    return ""
+
+
 class EngineConnection(asyncio.Protocol):
     """One connection, used by one exchange at a time."""
 
@@ -135,11 +158,10 @@ class EngineClient(Upstream):
     settings of the environment and cookies are ignored; a redirect is a failure.
     """
 
-    def __init__(self, limits: UpstreamLimits, *, ca_file: str | None = None) -> None:
-        """`ca_file` holds PEM certificates, None trusts the system's; OSError or ssl.SSLError if unreadable."""
+    def __init__(self, limits: UpstreamLimits) -> None:
         self._limits = limits
-        self._tls = ssl.create_default_context(cafile=ca_file)
-        self._idle: dict[Origin, dict[EngineConnection, None]] = {}
+        self._tls = tls_context()
+        self._idle: dict[_Door, dict[EngineConnection, None]] = {}
         self._busy: set[EngineConnection] = set()
         self._arrivals = Arrivals()
         self._closed = False
@@ -149,14 +171,15 @@ class EngineClient(Upstream):
         if self._closed:
             raise UpstreamFailed("the upstream client is closed", connecting=True)
         origin = _origin(request.url)
-        kept = None if request.alone else self._kept(origin)
+        door = origin, (request.tls or self._tls) if origin.tls else None
+        kept = None if request.alone else self._kept(door)
         if kept is not None:
             try:
                 return await self._exchange(kept, origin, request, receiver)
             except UpstreamFailed:
                 if not kept.stale:
                     raise
-        await self._exchange(await self._connect(origin), origin, request, receiver)
+        await self._exchange(await self._connect(door), origin, request, receiver)
 
     async def _exchange(
         self, connection: EngineConnection, origin: Origin, request: UpstreamRequest, receiver: Receiver
@@ -175,17 +198,17 @@ class EngineClient(Upstream):
         self._idle.clear()
         await asyncio.sleep(0)  # sockets are closed in the loop's next turn
 
-    def _kept(self, origin: Origin) -> EngineConnection | None:
+    def _kept(self, door: _Door) -> EngineConnection | None:
         """The one that was used last."""
-        idle = self._idle.setdefault(origin, {})
+        idle = self._idle.setdefault(door, {})
         while idle:
             connection, _ = idle.popitem()
             if connection.usable:
                 return connection
         return None
 
-    async def _connect(self, origin: Origin) -> EngineConnection:
-        idle = self._idle.setdefault(origin, {})
+    async def _connect(self, door: _Door) -> EngineConnection:
+        idle, (origin, tls) = self._idle.setdefault(door, {}), door
         seconds = self._limits.connect_seconds
         try:
             async with asyncio.timeout(seconds):
@@ -193,7 +216,7 @@ class EngineClient(Upstream):
                     lambda: EngineConnection(idle, self._arrivals),
                     origin.host,
                     origin.port,
-                    ssl=self._tls if origin.tls else None,
+                    ssl=tls,
                 )
         except TimeoutError as error:
             detail = f"no connection within {seconds:g} s"

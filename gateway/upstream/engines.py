@@ -8,7 +8,7 @@ from fractions import Fraction
 from gateway.core.books import FleetConfig, ReplicaConfig
 from gateway.core.request import INTEGER_MAX
 from gateway.core.route import FleetShape, PoolShape
-from gateway.upstream.api import Trouble
+from gateway.upstream.api import Access, Trouble
 from gateway.upstream.fleet import FleetWatch, ReplicaShape, ReplicaState
 
 
@@ -47,6 +47,7 @@ class WatchedEngines:
         self._pools_before: dict[str, str] = {}
         """Of replicas that the last reload took out: their streams go on."""
         self._urls = {state.spec.name: state.spec.url for state in watch.states()}
+        self._accesses = {state.spec.name: state.spec.access for state in watch.states()}
 
     def changed(self) -> None:
         self._shape = None
@@ -57,6 +58,7 @@ class WatchedEngines:
         self._pools_before = self._pools
         self._pools = {state.spec.name: state.spec.pool for state in self._watch.states()}
         self._urls = {state.spec.name: state.spec.url for state in self._watch.states()}
+        self._accesses = {state.spec.name: state.spec.access for state in self._watch.states()}
         self._shape = None
 
     def shape(self) -> FleetShape:
@@ -69,6 +71,9 @@ class WatchedEngines:
 
     def url(self, replica: str) -> str:
         return self._urls[replica]
+
+    def access(self, replica: str) -> Access:
+        return self._accesses[replica]
 
     def pool(self, replica: str) -> str:
         return self._pools.get(replica) or self._pools_before.get(replica, "")

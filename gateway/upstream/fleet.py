@@ -9,10 +9,10 @@ from typing import Annotated
 import msgspec
 
 from gateway.core.rests import Why
-from gateway.upstream.api import Trouble
+from gateway.upstream.api import Access, Trouble
 from gateway.upstream.breaker import Breaker, Verdict, verdict_of
 from gateway.upstream.metrics_text import CacheConfig, cache_configs, vitals
-from gateway.upstream.scraper import Scraper, Unusable
+from gateway.upstream.scraper import NO_ACCESS, Scraper, Unusable
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +47,7 @@ class ReplicaSpec:
     max_num_seqs: int = 256
     """vLLM's own default; no engine states it."""
     prefill_tokens: int = 16_384
+    access: Access = NO_ACCESS
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +118,7 @@ async def discover(
 
 async def _cache_config(spec: ReplicaSpec, scraper: Scraper, timeout_seconds: float) -> CacheConfig:
     try:
-        text = await scraper.get(spec.url, "/metrics", timeout_seconds)
+        text = await scraper.get(spec.url, "/metrics", timeout_seconds, spec.access)
     except Unusable:
         if spec.num_gpu_blocks is None or spec.block_size is None:
             raise
@@ -152,7 +153,7 @@ async def _context(
 
 
 async def _served(spec: ReplicaSpec, scraper: Scraper, timeout_seconds: float) -> list[_Model]:
-    body = await scraper.get(spec.url, "/v1/models", timeout_seconds)
+    body = await scraper.get(spec.url, "/v1/models", timeout_seconds, spec.access)
     try:
         return msgspec.json.decode(body, type=_Models).data
     except msgspec.DecodeError as error:
@@ -395,7 +396,7 @@ class FleetWatch:
     async def _probe(self, replica: _Replica) -> None:
         """Is it alive, and still the engine that was discovered?"""
         try:
-            await self._scraper.get(replica.spec.url, "/health", self._probe_timeout_seconds)
+            await self._get_health(replica.spec)
         except Unusable as trouble:
             self._missed(replica, str(trouble))
             return
@@ -412,7 +413,9 @@ class FleetWatch:
     async def _try_out(self, spec: ReplicaSpec) -> Verdict:
         """A call of one token, which one of its blocks beside the limit has room for."""
         try:
-            answer = await self._scraper.post(spec.url, "/v1/completions", TRIAL, TRIAL_TIMEOUT_SECONDS)
+            answer = await self._scraper.post(
+                spec.url, "/v1/completions", TRIAL, TRIAL_TIMEOUT_SECONDS, spec.access
+            )
         except Unusable:
             return Verdict.BAD
         return verdict_of(*answer)
@@ -462,9 +465,13 @@ class FleetWatch:
         replica.breaker.saw(vitals(page.decode("utf-8", "replace")))
         return context.result() or _other_blocks(replica.spec, shape, page)
 
+    async def _get_health(self, spec: ReplicaSpec) -> None:
+        """Raises Unusable."""
+        await self._scraper.get(spec.url, "/health", self._probe_timeout_seconds, spec.access)
+
     async def _metrics(self, spec: ReplicaSpec) -> bytes | None:
         try:
-            return await self._scraper.get(spec.url, "/metrics", self._probe_timeout_seconds)
+            return await self._scraper.get(spec.url, "/metrics", self._probe_timeout_seconds, spec.access)
         except Unusable:
             return None
 
@@ -483,7 +490,7 @@ class FleetWatch:
     async def _revive(self, replica: _Replica) -> None:
         """Bring a replica in that answers and is what it should be."""
         try:
-            await self._scraper.get(replica.spec.url, "/health", self._probe_timeout_seconds)
+            await self._get_health(replica.spec)
         except Unusable as trouble:
             self._missed(replica, str(trouble))
             return

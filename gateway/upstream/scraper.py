@@ -7,7 +7,7 @@ token that comes meanwhile is late by them.
 import asyncio
 from typing import Self
 
-from gateway.upstream.api import Headers, UpstreamFailed, UpstreamRequest
+from gateway.upstream.api import Access, Headers, UpstreamFailed, UpstreamRequest
 from gateway.upstream.client import EngineClient
 from gateway.upstream.limits import UpstreamLimits
 
@@ -15,6 +15,10 @@ PAGE_BYTES_MAX = 4_000_000
 """The longest `/metrics` or `/v1/models` that is read; vLLM sends about 60 KB."""
 _PART_SECONDS = 10.0
 """For each part of an answer; the whole has the caller's limit, which is lower."""
+
+
+NO_ACCESS = Access()
+_HEADERS = ((b"accept-encoding", b"identity"), (b"connection", b"close"))
 
 
 class Unusable(Exception):
@@ -49,26 +53,27 @@ class _Page:
 class Scraper:
     """Each page on a connection of its own: a probe has to see that an engine still accepts them."""
 
-    def __init__(self, api_key: str | None = None, ca_file: str | None = None) -> None:
-        """`ca_file` as in `EngineClient`, whose errors pass."""
-        limits = UpstreamLimits(*[_PART_SECONDS] * 4)
-        self._client = EngineClient(limits, ca_file=ca_file)
-        self._headers = [(b"accept-encoding", b"identity"), (b"connection", b"close")]
-        if api_key is not None:
-            self._headers.append((b"authorization", b"Bearer " + api_key.encode("ascii")))
+    def __init__(self) -> None:
+        self._client = EngineClient(UpstreamLimits(*[_PART_SECONDS] * 4))
 
-    async def get(self, base_url: str, path: str, timeout_seconds: float) -> bytes:
+    async def get(
+        self, base_url: str, path: str, timeout_seconds: float, access: Access = NO_ACCESS
+    ) -> bytes:
         """The body of a 200, within time and size.  Raises Unusable."""
-        request = UpstreamRequest(base_url, path, self._headers, b"", method="GET", alone=True)
+        headers = [*_HEADERS, *access.headers]
+        request = UpstreamRequest(base_url, path, headers, b"", method="GET", alone=True, tls=access.tls)
         page = await self._ask(request, timeout_seconds)
         if page.status != 200:
             raise Unusable(f"{base_url}{path} answers {page.status}")
         return bytes(page.data)
 
-    async def post(self, base_url: str, path: str, body: bytes, timeout_seconds: float) -> tuple[int, bytes]:
+    async def post(
+        self, base_url: str, path: str, body: bytes, timeout_seconds: float, access: Access = NO_ACCESS
+    ) -> tuple[int, bytes]:
         """Status and body of the answer to JSON, within time and size.  Raises Unusable where there is none."""
-        headers = [*self._headers, (b"content-type", b"application/json")]
-        page = await self._ask(UpstreamRequest(base_url, path, headers, body, alone=True), timeout_seconds)
+        headers = [*_HEADERS, (b"content-type", b"application/json"), *access.headers]
+        request = UpstreamRequest(base_url, path, headers, body, alone=True, tls=access.tls)
+        page = await self._ask(request, timeout_seconds)
         return page.status, bytes(page.data)
 
     async def _ask(self, request: UpstreamRequest, timeout_seconds: float) -> _Page:

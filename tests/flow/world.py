@@ -289,7 +289,6 @@ def _settings(wait_ms: int, queue_max: int) -> EdgeSettings:
         n_max=16,
         overload_status=429,
         show_replica=True,
-        upstream_api_key=None,
         classes={"normal": ClassTerms(wait_ms, queue_max, queue_max)},
         default_class="normal",
         retry_share=0.2,

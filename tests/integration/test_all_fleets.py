@@ -160,7 +160,7 @@ async def test_the_end_waits_until_the_limits_list_nothing(
 ) -> None:
     """In this process: a real end is as quick as the fleets' own, which hides it."""
     config, _ = configured(new_world, key)
-    gateway = Gateway(load(config, {}), Secrets(None, None))
+    gateway = Gateway(load(config, {}), Secrets(None, {}))
     await gateway.start()
     with mock.patch.object(ValkeyLedger, "close", autospec=True, side_effect=ValkeyLedger.close) as close:
         await gateway.stop()

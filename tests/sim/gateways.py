@@ -253,7 +253,6 @@ def _settings(queue_max: int) -> EdgeSettings:
         n_max=16,
         overload_status=429,
         show_replica=True,
-        upstream_api_key=None,
         classes={name: ClassTerms(wait_ms, queue_max, queue_max) for name, wait_ms in WAIT_MS.items()},
         default_class="normal",
         retry_share=0.2,

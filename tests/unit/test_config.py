@@ -215,6 +215,9 @@ def test_with_keys_in_the_store_no_file_is_needed(tmp_path: Path) -> None:
         ("answers.keepalive_seconds", 15, "answers.keepalive_seconds: 15 is not supported yet, only 0 (off)"),
         ("log.level", "loud", "log.level: has to be one of debug, info, warning, error, got 'loud'"),
         ("upstream.ca_file", "none.pem", "upstream.ca_file: no such file"),
+        ("upstream.client_cert_file", "none.pem", "upstream.client_cert_file: no such file"),
+        ("fleets.0.pools.0.upstream", {"ca_file": "x"}, "fleets[0].pools[0].upstream.ca_file: no such file"),
+        ("fleets.0.pools.0.upstream", {"connect_seconds": 1}, "fleets[0].pools[0].upstream.connect_seconds: unknown"),
         ("classes", [], "classes: expected list of length >= 1, got a list of 0"),
         ("classes", [{"name": "a", "share": 0.1}], "classes[0].share: 0.1, but the highest class"),
         ("classes", [{"name": "a"}, {"name": "a"}], "classes[1].name: class 'a' is already classes[0].name"),
@@ -370,7 +373,7 @@ def test_variables_that_are_no_settings_are_left_alone(tmp_path: Path) -> None:
     }
     settings = loaded(tmp_path, small(), **environ)
     secrets = load_secrets(settings, environ)
-    assert (secrets.admin_token, secrets.upstream_api_key) == ("t", "sk")
+    assert (secrets.admin_token, secrets.engine_keys) == ("t", {"KVGATE_UPSTREAM_KEY": "sk"})
     assert "sk" not in repr(secrets)
 
 
@@ -381,6 +384,40 @@ def test_a_secret_that_is_named_has_to_be_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no HTTP header can carry") as caught:
         load_secrets(settings, {"UPSTREAM_KEY": "two words"})
     assert "words" not in str(caught.value)
+
+
+def test_a_pool_has_its_own_key_and_certificates_or_those_of_all(tmp_path: Path) -> None:
+    """A certificate comes with its key: that of another one does not fit."""
+    for name in ("ca.pem", "all.pem", "all.key", "own.pem"):
+        (tmp_path / name).write_text("")
+    common = {
+        "api_key_env": "ALL",
+        "ca_file": "ca.pem",
+        "client_cert_file": "all.pem",
+        "client_key_file": "all.key",
+    }
+    own = {"api_key_env": "KVGATE_OWN", "client_cert_file": "own.pem"}
+    pools = [
+        {"name": "short", "max_prompt_tokens": 100, "replicas": ["http://a:1"]},
+        {"name": "long", "replicas": ["https://b:1"], "upstream": own},
+    ]
+    environ = {"ALL": "sk-all", "KVGATE_OWN": "sk-own", "UNUSED": "x"}
+    settings = loaded(tmp_path, {"upstream": common, "fleets": [{"model": "m", "pools": pools}]}, **environ)
+    short, long = (pool.upstream for pool in settings.fleets[0].pools)
+    paths = (short.ca_file, short.client_cert_file, short.client_key_file)
+    assert paths == tuple(f"{tmp_path}/{name}" for name in ("ca.pem", "all.pem", "all.key"))
+    paths = (long.ca_file, long.client_cert_file, long.client_key_file)
+    assert paths == (f"{tmp_path}/ca.pem", f"{tmp_path}/own.pem", None)
+    assert (short.api_key_env, long.api_key_env) == ("ALL", "KVGATE_OWN")
+    assert load_secrets(settings, environ).engine_keys == {"ALL": "sk-all", "KVGATE_OWN": "sk-own"}
+    with pytest.raises(ConfigError, match=r"^fleets\[0\]\.pools\[1\]\.upstream\.api_key_env: the variable"):
+        load_secrets(settings, {"ALL": "sk-all"})
+
+
+def test_a_key_without_its_certificate_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "own.key").write_text("")
+    said = problem(tmp_path, with_(small(), "upstream", {"client_key_file": "own.key"}))
+    assert said.startswith("upstream.client_key_file: goes with client_cert_file")
 
 
 def test_an_unset_admin_token_is_none(tmp_path: Path) -> None:

@@ -226,6 +226,10 @@ def test_what_may_change(tmp_path: Path, change: dict[str, Any]) -> None:
         ),
         ({"auth": {"required": False, "keys_file": "keys.yaml"}}, "auth.required: cannot change"),
         ({"admin": {"token_env": "OTHER"}}, "admin.token_env: cannot change"),
+        (
+            {"fleet": {"pools": [pools()[0], pools()[1] | {"upstream": {"api_key_env": "K"}}]}},
+            "fleets[0].pools[1].upstream.api_key_env: cannot change while the gateway runs: restart it",
+        ),
         ({"log": {"level": "debug"}}, "log.level: cannot change"),
         ({"log": {"calls": "calls.jsonl"}}, "log.calls: cannot change"),
         ({"upstream": {"idle_seconds": 1}}, "upstream.idle_seconds: cannot change"),
