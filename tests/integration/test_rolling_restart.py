@@ -2,7 +2,8 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -21,7 +22,9 @@ CALLERS = 6
 TOKENS = 20
 OPTIONS = ("--blocks", "101", "--step-base-ms", "5", "--shutdown-timeout", "60")
 COMPLETION = "/v1/completions"
-KINDS: list[tuple[str, dict[str, Any]]] = [
+LENGTH = re.compile(rb'"finish_reason": ?"length"')
+Kind = tuple[str, dict[str, Any]]
+KINDS: Sequence[Kind] = [
     (CHAT, chat(True, TOKENS)),
     (CHAT, chat(False, TOKENS)),
     (COMPLETION, completion(16, TOKENS, True)),
@@ -31,36 +34,39 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
 
 
 class Load:
-    """Callers of two gateways who call again and again, one kind after the other."""
+    """Callers of several gateways who call again and again, one kind after the other."""
 
-    def __init__(self, gateways: list[GatewayProcess]) -> None:
+    def __init__(self, gateways: Sequence[GatewayProcess], kinds: Sequence[Kind]) -> None:
         self.lost: list[bytes] = []
         self.answered = 0
         self._gateways = gateways
+        self._kinds = kinds
 
     async def call_on(self, number: int) -> None:
         gateway = self._gateways[number % len(self._gateways)]
-        for path, body in itertools.islice(itertools.cycle(KINDS), number, None):
+        for path, body in itertools.islice(itertools.cycle(self._kinds), number, None):
             answer = await ask(gateway.url, post(gateway.key, body, path))
-            if is_whole(answer, body.get("stream", False)):
+            if is_whole(answer, body):
                 self.answered += 1
             else:
                 self.lost.append(b"%d %b" % (answer.status, answer.body[-500:]))
 
 
-def is_whole(answer: Answer, stream: bool) -> bool:
-    """All of its tokens, and no word of an error."""
-    if answer.status != 200 or b'"abort"' in answer.body or b'"error"' in answer.body:
+def is_whole(answer: Answer, body: Mapping[str, Any]) -> bool:
+    """It runs to its limit, and has no word of an error."""
+    if answer.status != 200 or b'"error"' in answer.body or not LENGTH.search(answer.body):
         return False
-    if stream:
-        return answer.body.endswith(b"data: [DONE]\n\n") and answer.body.count(b"data: ") > TOKENS
-    return bool(answer.json()["usage"]["completion_tokens"] == TOKENS)
+    if body.get("stream"):
+        return answer.body.endswith(b"data: [DONE]\n\n")
+    return bool(answer.json()["usage"]["completion_tokens"] == body["max_tokens"])
 
 
 @asynccontextmanager
-async def under_load(gateways: list[GatewayProcess]) -> AsyncIterator[Load]:
-    """Ends with calls that run out, and fails where one was lost."""
-    load = Load(gateways)
+async def under_load(
+    gateways: Sequence[GatewayProcess], kinds: Sequence[Kind] = KINDS
+) -> AsyncIterator[Load]:
+    """Fails where a call was lost, or where the load does not go on to its end."""
+    load = Load(gateways, kinds)
     callers = [asyncio.create_task(load.call_on(number)) for number in range(CALLERS)]
     try:
         yield load

@@ -54,8 +54,9 @@ _VLLM_ENVIRONMENT = {
 class Vllm:
     """`vllm serve` with the tiny model, on a free port of loopback."""
 
-    def __init__(self, venv: Path, log: Path) -> None:
-        port = free_port()
+    def __init__(self, venv: Path, log: Path, *options: str, port: int = 0) -> None:
+        """`port`: that of one that has ended; 0 takes a free one."""
+        port = port or free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
         command = [str(venv / "bin/vllm"), "serve", str(venv / "model"), "--host", "127.0.0.1"]
@@ -63,7 +64,7 @@ class Vllm:
         with log.open("wb") as output:
             # A process group of its own: the engine core is a child that has to go with it.
             self.process = subprocess.Popen(
-                [*command, "--port", str(port), *_VLLM_OPTIONS],
+                [*command, "--port", str(port), *_VLLM_OPTIONS, *options],
                 stdout=output,
                 stderr=output,
                 env=env,
