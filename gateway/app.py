@@ -434,7 +434,7 @@ async def _state_of(ledger: ValkeyLedger) -> dict[str, Any]:
         if ledger.away_seconds is None:
             return await ledger.state()
     sums = dict.fromkeys(("reserved", "debt", "leases", "queue"))
-    return {"pools": {}, **sums, "queued": {}, "keys": {}}
+    return {"pools": {}, **sums, "queued": {}, "keys": {}, "gate": None}
 
 
 def _with_request_id(send: Send, request_id: str) -> Send:

@@ -111,6 +111,13 @@ def _add_status(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=lambda parsed: operate.status(parsed, os.environ))
 
 
+def _add_gate(parser: argparse.ArgumentParser) -> None:
+    from gateway import operate
+
+    operate.add_gate_arguments(parser)
+    parser.set_defaults(run=lambda parsed: operate.gate(parsed, os.environ))
+
+
 def _add_drain(parser: argparse.ArgumentParser) -> None:
     from gateway import operate
 
@@ -139,6 +146,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "check-config": ("check a configuration file and its keys file", _add_check_config),
     "verify": ("read the books of a live store, and say where they contradict themselves", _add_verify),
     "status": ("show every replica: its state, and what is reserved there", _add_status),
+    "gate": ("close a fleet to new calls, on all gateways, or open it", _add_gate),
     "drain": ("give a replica no new calls, on all gateways; what runs there finishes", _add_drain),
     "undrain": ("let a replica have calls again", _add_undrain),
     "keys": ("make, list, rotate and revoke API keys, in a file or the store", _add_keys),

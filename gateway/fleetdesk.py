@@ -1,4 +1,4 @@
-"""What operators do to fleets while gateways run: take a replica out of placement, and let it back in.
+"""What operators do to fleets while gateways run: close and open them, take replicas out of placement and let them in.
 
 What they say is kept in the store, so it holds for all gateways at once, and for those that start later.
 """
@@ -30,6 +30,21 @@ class FleetDesk:
     async def undrain(self, fields: Mapping[str, Any]) -> Answer | Refusal:
         return await self._set(fields, False)
 
+    async def gate(self, fields: Mapping[str, Any]) -> Answer | Refusal:
+        """`closed`: the fleet takes no new calls; who waits or runs goes on."""
+        if unknown := set(fields) - {"fleet", "closed"}:
+            return _invalid(min(unknown), "unknown field, there are `fleet` and `closed`")
+        name, closed = fields.get("fleet"), fields.get("closed")
+        if not isinstance(closed, bool):
+            return _invalid("closed", f"is true or false, got {_shown(closed)}")
+        if name not in self._fleets:
+            return self._no_fleet(name)
+        refusal = await self._fleets[name].ledger.shut(closed)
+        if refusal:
+            return refusal
+        log.info("fleet %s was %s", name, "closed" if closed else "opened")
+        return {"fleet": name, "closed": closed}
+
     async def _set(self, fields: Mapping[str, Any], drains: bool) -> Answer | Refusal:
         if unknown := set(fields) - {"replica", "fleet"}:
             return _invalid(min(unknown), "unknown field, there are `replica` and `fleet`")
@@ -48,8 +63,7 @@ class FleetDesk:
     def _fleet_of(self, replica: str, fleet: Any) -> Fleet | Refusal:
         """Names of replicas are unique in their fleet only."""
         if fleet is not None and fleet not in self._fleets:
-            known = ", ".join(self._fleets)
-            return _invalid("fleet", f"there is no fleet {_shown(fleet)}, known are {known}")
+            return self._no_fleet(fleet)
         asked = self._fleets.values() if fleet is None else [self._fleets[fleet]]
         found = [each for each in asked if each.engines.knows(replica)]
         if len(found) == 1:
@@ -58,6 +72,9 @@ class FleetDesk:
             names = ", ".join(each.name for each in found)
             return _invalid("fleet", f"several fleets have a replica {_shown(replica)}, name one of {names}")
         return Refusal(Code.NOT_FOUND, f"no fleet has a replica {_shown(replica)}", "replica")
+
+    def _no_fleet(self, name: Any) -> Refusal:
+        return _invalid("fleet", f"there is no fleet {_shown(name)}, known are {', '.join(self._fleets)}")
 
 
 def _shown(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""`kvgate status | drain | undrain`: what operators ask and tell a gateway through its admin API.
+"""`kvgate status | gate | drain | undrain`: what operators ask and tell a gateway through its admin API.
 
 What is told holds for all gateways of the store.
 """
@@ -32,6 +32,19 @@ def undrain(parsed: argparse.Namespace, environ: Mapping[str, str]) -> int:
     return 0
 
 
+def add_gate_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("what", choices=("close", "open"), help="to new calls; who waits or runs goes on")
+    parser.add_argument("fleet", metavar="FLEET", help="its name, as `kvgate status` shows it")
+
+
+def gate(parsed: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    fields = {"fleet": parsed.fleet, "closed": parsed.what == "close"}
+    told = AdminClient(environ).post("/gate", fields)
+    does = "takes no new calls" if field(told, "closed") else "takes calls"
+    print(f"fleet {field(told, 'fleet')} {does}")
+    return 0
+
+
 def status(parsed: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """0: the gateway gets traffic; 1: it does not."""
     told = AdminClient(environ).get("/state")
@@ -60,6 +73,6 @@ def _fleet_line(name: str, state: Mapping[str, Any]) -> str:
     """A store that does not answer leaves the numbers out."""
     if state["leases"] is None:
         return f"fleet {name}: the store does not answer; {state['inflight']} requests are here"
-    return (
-        f"fleet {name}: {state['leases']} run, {state['queue']} wait, {state['reserved']} blocks are reserved"
-    )
+    gate = "closed to new calls, " if field(state, "gate") == "closed" else ""
+    counts = f"{state['leases']} run, {state['queue']} wait, {state['reserved']} blocks are reserved"
+    return f"fleet {name}: {gate}{counts}"

@@ -6,6 +6,7 @@
 --   'replica', name, 1 or 0: it answers, or it does not
 --   'rest', teller, name, why: it gets no new calls, as far as the teller ('operator', or an owner) is concerned;
 --     why '' = it may
+--   'shut', 1 or 0: the fleet takes no new calls, or does
 -- Reply: {'ok', epoch, clock, policy}, with 'unknown' or 'fenced' in the place of 'ok' where there is no such replica or
 --   owner and nothing was done | {'unconfigured'}
 --- @include "lib/dispatch"
@@ -73,10 +74,10 @@ local function rest_replica(teller, name, why)
   return 'ok'
 end
 
--- What is not about the fleet as a whole: the status of the reply.
-local function change_replica(kind, first, second, third)
+-- What is not the fleet's settings: the status of the reply.
+local function change(kind, first, second, third)
   if kind == 'rest' then return rest_replica(first, second, third) end
-  observe_replica(first, second == '1')
+  if kind == 'shut' then books.set('shut', first) else observe_replica(first, second == '1') end
   return 'ok'
 end
 
@@ -100,7 +101,7 @@ function configure.run(keys, args)
   end
   books.open(config, now)
   local status = 'ok'
-  if kind == 'fleet' then configure_fleet(args[5]) else status = change_replica(kind, args[4], args[5], args[6]) end
+  if kind == 'fleet' then configure_fleet(args[5]) else status = change(kind, args[4], args[5], args[6]) end
   dispatch.run()
   books.write(wake)
   return {status, books.meta.epoch, books.meta.clock, books.meta.policy}

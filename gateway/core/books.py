@@ -33,6 +33,7 @@ from gateway.core.order import (
     PLACES_OF_FLOW,
     POOL_SHARE_SCALE,
     QUOTA_BUCKETS,
+    SHUT_RETRY_MS,
     SLICE,
     TAG_SCALE,
     WORK,
@@ -238,6 +239,8 @@ class Books:
     arrivals: int = 0
     dirty: bool = False
     replicas: dict[str, Replica] = field(default_factory=dict)
+    shut: bool = False
+    """The operator has closed the fleet: no new calls."""
     rests: dict[tuple[str, str], str] = field(default_factory=dict)
     """Replica and who says that it gets no new calls -> why: OPERATOR, or an owner, with whose lease its word ends."""
     calls: dict[str, Call] = field(default_factory=dict)
@@ -300,6 +303,15 @@ class Books:
                 self._let_answer(replica)
             else:
                 self._take_down(name, "down")
+        self._close()
+        return ["ok", self.epoch, self.clock, self.policy]
+
+    def set_shut(self, now: int, run: str, shut: bool) -> Answer:
+        """The operator closes the fleet to new calls, or opens it; who waits or runs goes on."""
+        if self.config is None:
+            return ["unconfigured"]
+        self._open(now, run)
+        self.shut = shut
         self._close()
         return ["ok", self.epoch, self.clock, self.policy]
 
@@ -1090,6 +1102,8 @@ class Books:
         refusal = self._refuse_second(call)
         if refusal:
             return refusal
+        if self.shut:
+            return ["refused", "gate_closed", "", 0, 0, SHUT_RETRY_MS]
         self._set_policy(key, weight, blocks_max, requests_max, pool_share)
         refusal = self._refuse_outright(call) or self._refuse_by_quota(key, charge)
         if refusal:
@@ -1134,6 +1148,8 @@ class Books:
         """
         if not self._pools(lane) or class_ not in dict(self._fleet.classes) or self.opens_at:
             return ["open"]
+        if self.shut:
+            return ["refused", "gate_closed", "", 0, 0, SHUT_RETRY_MS]
         smallest = Call(
             "", "none", owner, "", "", key, class_, lane, least, sequences, 0, 0, cost, self.clock, 0
         )

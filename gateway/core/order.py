@@ -50,6 +50,8 @@ PLACES_OF_FLOW = 1_000
 """Of these may be one flow's; beyond that who leaves it is not remembered, and pushes nobody out."""
 QUOTA_BUCKETS = 6
 """Rate quotas that a key may have."""
+SHUT_RETRY_MS = 5000
+"""Until a call that met a fleet shut by the operator should come back: nobody knows when he opens it."""
 OPERATOR = "operator"
 """Who says that a replica rests, where that is no owner."""
 ID_BITS = 40

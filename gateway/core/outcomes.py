@@ -39,6 +39,7 @@ class Code(StrEnum):
     QUEUE_FULL = "queue_full"
     QUEUE_TIMEOUT = "queue_timeout"
     PREDICTED_WAIT = "predicted_wait"
+    GATE_CLOSED = "gate_closed"
     CLIENT_DISCONNECT = "client_disconnect"
     LEASE_LOST = "lease_lost"
     CUT = "cut"
@@ -80,6 +81,7 @@ STATUS: dict[Code, tuple[int, str]] = {
     Code.QUEUE_FULL: (429, RATE_LIMIT),
     Code.QUEUE_TIMEOUT: (429, RATE_LIMIT),
     Code.PREDICTED_WAIT: (429, RATE_LIMIT),
+    Code.GATE_CLOSED: (429, RATE_LIMIT),
     Code.CLIENT_DISCONNECT: (499, INVALID),
     Code.LEASE_LOST: (503, API),
     Code.CUT: (503, API),
@@ -91,7 +93,9 @@ STATUS: dict[Code, tuple[int, str]] = {
     Code.DRAINING: (503, OVERLOADED),
 }
 
-FLEET_OVERLOAD = frozenset({Code.CAPACITY_EXCEEDED, Code.QUEUE_FULL, Code.QUEUE_TIMEOUT, Code.PREDICTED_WAIT})
+FLEET_OVERLOAD = frozenset(
+    {Code.CAPACITY_EXCEEDED, Code.QUEUE_FULL, Code.QUEUE_TIMEOUT, Code.PREDICTED_WAIT, Code.GATE_CLOSED}
+)
 """Codes whose status the operator may choose (`answers.overload_status`: 429, 503 or 529)."""
 
 

@@ -47,6 +47,8 @@ class FleetDesk(Protocol):
 
     async def undrain(self, fields: Mapping[str, Any], /) -> dict[str, Any] | Refusal: ...
 
+    async def gate(self, fields: Mapping[str, Any], /) -> dict[str, Any] | Refusal: ...
+
 
 def create_api(
     keys: Keys,
@@ -152,6 +154,10 @@ def _admin(state: State, desk: Desk, fleet_desk: FleetDesk, token: str) -> APIRo
     @router.post("/undrain")
     async def undrain(request: Request) -> Response:
         return _told(await fleet_desk.undrain(await _fields(request)))
+
+    @router.post("/gate")
+    async def gate(request: Request) -> Response:
+        return _told(await fleet_desk.gate(await _fields(request)))
 
     router.include_router(_keys(desk))
     return router

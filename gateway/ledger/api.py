@@ -153,6 +153,10 @@ class Ledger(Protocol):
         """Tell the fleet that a replica stopped or resumed answering."""
         ...
 
+    async def shut(self, on: bool) -> Refusal | None:
+        """The operator's word, as with `drain`: the fleet takes no new calls; who waits or runs goes on."""
+        ...
+
     async def drain(self, replica: str, on: bool) -> Refusal | None:
         """The operator's word, which holds for all gateways at once and until the opposite one: the replica gets no
         new calls, what runs there finishes.  Returns why that cannot be done."""

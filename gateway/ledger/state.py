@@ -64,6 +64,7 @@ async def read_state(url: str, fleet: str) -> dict[str, Any]:
         "leases": max(calls - waiting, 0),  # the two are read one after the other
         "queue": waiting,
         "queued": queued,
+        "gate": "closed" if meta.get("shut") == b"1" else "open",
         "keys": {n: {"blocks": k["blocks"], "requests": k["calls"]} for n, k in sorted(keys.items())},
     }
 

@@ -47,7 +47,7 @@ ASK_SECONDS = 0.1
 SETTINGS_DIFFER = "another gateway has given this fleet other lanes or classes; ours are being sent again"
 HOPELESS = frozenset({Code.CONTEXT_LENGTH_EXCEEDED, Code.KEY_CAP_EXCEEDED, Code.IDEMPOTENCY_KEY_REUSED})
 """Refusals that repeating the call cannot change."""
-DRAIN_NOT_KNOWN = "the store does not answer: whether the replica drains is not known"
+NOT_KNOWN = "the store does not answer: whether that was done is not known"
 KEPT = ", of which a tenth is kept while others were asked to come back"
 """At the end of a refusal whose limit that may be."""
 _OF_THE_CALL = frozenset({"displaced", "place_only"})
@@ -253,22 +253,25 @@ class ValkeyLedger:
         self._keeper.rest(replica, why)
 
     async def drain(self, replica: str, on: bool) -> Refusal | None:
+        return await self._tell("rest", OPERATOR, replica, Why.DRAINED if on else "")
+
+    async def shut(self, on: bool) -> Refusal | None:
+        return await self._tell("shut", int(on))
+
+    async def _tell(self, kind: str, *arguments: str | int) -> Refusal | None:
+        """What an operator wants, on a connection of its own.  Returns why that cannot be done."""
         connection = Connection(self._url, fleet_keys(self.fleet), self._observer)
-        wake_prefix = key_prefix(self.fleet) + "wake:"
         try:
             await connection.open()
-            reply = await connection.evaluate(
-                "configure", "", wake_prefix, "rest", OPERATOR, replica, Why.DRAINED if on else ""
-            )
+            wake_prefix = key_prefix(self.fleet) + "wake:"
+            reply = await connection.evaluate("configure", "", wake_prefix, kind, *arguments)
         except StoreAway:
-            return Refusal(Code.STORE_UNAVAILABLE, DRAIN_NOT_KNOWN, retry_ms=FIRST_APPOINTMENT_MS)
+            return Refusal(Code.STORE_UNAVAILABLE, NOT_KNOWN, retry_ms=FIRST_APPOINTMENT_MS)
         finally:
             connection.close()
         if decode_text(reply)[0] == "ok":
             return None
-        return Refusal(
-            Code.NOT_FOUND, f"the store does not know replica {replica} of fleet {self.fleet}", "replica"
-        )
+        return Refusal(Code.NOT_FOUND, f"the store does not know that of fleet {self.fleet} yet", "fleet")
 
     def reconfigure(self) -> None:
         """The fleet's configuration changed: tell the store."""
@@ -372,7 +375,7 @@ class ValkeyLedger:
         retry_ms = max(retry_ms, 1)
         self._retry_hints_ms[admission.lane, admission.class_] = retry_ms
         refusal = Refusal(code, message, retry_ms=retry_ms, waited=knob == "displaced")
-        if code is Code.QUEUE_FULL and knob not in _OF_THE_CALL:
+        if code is Code.GATE_CLOSED or (code is Code.QUEUE_FULL and knob not in _OF_THE_CALL):
             self._remember((admission.lane, admission.class_, admission.key), refusal, CACHE_SECONDS)
         return refusal
 
@@ -492,6 +495,15 @@ def _tell(answer: "asyncio.Future[Result]", result: Result) -> None:
         answer.set_result(result)
 
 
+_FIXED_WORDS = {
+    Code.DUPLICATE_IN_PROGRESS: "this request is in progress already: one with the same Idempotency-Key waits or runs",
+    Code.IDEMPOTENCY_KEY_REUSED: (
+        "another request with the same Idempotency-Key waits or runs, and its body is not the same"
+    ),
+    Code.GATE_CLOSED: "an operator has closed this fleet to new requests (kvgate gate)",
+}
+
+
 def _words(code: Code, knob: str, measured: int, limit: int, admission: Admission) -> str:
     match code:
         case _ if knob == "pool_share":
@@ -507,10 +519,8 @@ def _words(code: Code, knob: str, measured: int, limit: int, admission: Admissio
             return f"the key would hold {measured}, its {admission.section}.{knob} is {limit}"
         case Code.QUEUE_FULL:
             return _words_of_full_queue(knob, measured, limit, admission.class_)
-        case Code.DUPLICATE_IN_PROGRESS:
-            return "this request is in progress already: one with the same Idempotency-Key waits or runs"
-        case Code.IDEMPOTENCY_KEY_REUSED:
-            return "another request with the same Idempotency-Key waits or runs, and its body is not the same"
+        case _ if code in _FIXED_WORDS:
+            return _FIXED_WORDS[code]
         case Code.PREDICTED_WAIT:
             return f"the wait is expected to take {measured} ms, the request may wait {limit} ms{KEPT}"
         case Code.CAPACITY_EXCEEDED:

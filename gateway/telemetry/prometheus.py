@@ -200,6 +200,7 @@ class Metrics:
         depth: dict[Labels, float] = {}
         states: dict[Labels, float] = {}
         rests: dict[Labels, float] = {}
+        closed: dict[Labels, float] = {}
         for fleet, state in list(self._states.items()):
             for labels, replica in self._replicas(fleet, state):
                 _sum(reserved, labels, replica.get("reserved"))
@@ -209,6 +210,8 @@ class Metrics:
                     _sum(states, (*labels, state_name), int(replica.get("state") == state_name))
                 for why in Why:
                     _sum(rests, (*labels, why.value), int(why in replica.get("rests", ())))
+            if state.get("gate") in ("open", "closed"):
+                closed[(fleet,)] = float(state["gate"] == "closed")
             for lane, classes in _items(state.get("queued")):
                 for class_, tickets in _items(classes):
                     labels = (*self._known.pool(fleet, lane), self._known.class_(class_))
@@ -221,6 +224,7 @@ class Metrics:
         yield _gauge("kvgate_replica_state", text, (*places, "state"), states)
         text = "1 for each reason for which it gets no new calls"
         yield _gauge("kvgate_replica_rests", text, (*places, "why"), rests)
+        yield _gauge("kvgate_gate_closed", "1 while an operator keeps it closed", ("fleet",), closed)
         yield _gauge("kvgate_queue_depth", "Calls waiting", ("fleet", "lane", "class"), depth)
 
     def _replicas(self, fleet: str, state: Mapping[str, Any]) -> Iterator[tuple[Labels, Mapping[str, Any]]]:

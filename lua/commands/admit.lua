@@ -82,7 +82,7 @@ function admit.run(owner, id, key, class, lane, blocks, sequences, prefill, cost
     blocks = blocks, sequences = sequences, prefill = prefill, prefilling = 0, cost = cost,
     deadline = books.meta.clock + wait_ms, arrival = 0, passed = 0, attempt = 0, charged = 0, exclude = exclude, prefer = prefer, charge = {},
     once = named, fingerprint = named ~= '' and fingerprint or ''}
-  local refusal = once.refuse(call)
+  local refusal = once.refuse(call) or refusals.shut()
   if refusal then return refusal end
   flows.set_policy(key, weight, blocks_max, requests_max, pool_share)
   refusal = refuse_outright(call) or quotas.refuse(key, charge)

@@ -22,6 +22,7 @@ end
 function ask.run(_, least, likely, key, class, lane, sequences, cost, wait_ms, weight, blocks_max, requests_max,
                  pool_share, queue_max, queue_key_max, standing, ahead, own_ahead)
   if not books.config.pools[lane] or not books.config.shares[class] or books.meta.opens_at > 0 then return {'open'} end
+  if books.meta.shut then return refusals.shut() end
   local function of_size(blocks)
     return {key = key, class = class, lane = lane, blocks = blocks, sequences = sequences, prefill = 0, cost = cost,
       prefer = {}, exclude = {}}

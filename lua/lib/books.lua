@@ -45,14 +45,15 @@ end
 -- The packed settings, false where this store was never configured; an error where another layout is in use.
 function books.read_meta()
   local values = redis.call('HMGET', meta_key, 'config', 'layout', 'run', 'epoch', 'policy', 'clock', 'wall', 'opens_after',
-    'opens_at', 'arrivals', 'dirty', 'skipped', 'recheck', 'rests')
+    'opens_at', 'arrivals', 'dirty', 'skipped', 'recheck', 'rests',
+    'shut')
   if values[2] and tonumber(values[2]) ~= LAYOUT then
     error({err = 'LAYOUT the store holds layout ' .. values[2] .. ', this kvgate uses ' .. LAYOUT})
   end
   for i = 4, 12 do values[i] = tonumber(values[i] or 0) end
   books.meta = {run = values[3], epoch = values[4], policy = values[5], clock = values[6], wall = values[7],
     opens_after = values[8], opens_at = values[9], arrivals = values[10], dirty = values[11], skipped = values[12],
-    recheck = values[13] or '', rests = values[14] or ''}
+    recheck = values[13] or '', rests = values[14] or '', shut = values[15] == '1'}
   return values[1]
 end
 

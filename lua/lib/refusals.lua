@@ -4,6 +4,12 @@
 -- What a refused call is told: code, knob, measured, limit, retry_ms.
 local POOL_SHARE_SCALE, KEPT_PART = 1000000, 10
 local PLACE_ONLY, ASKED_BACK = 1, 2
+local SHUT_RETRY_MS = 5000
+
+-- The operator has closed the fleet; nil = he has not.
+function refusals.shut()
+  return books.meta.shut and {'refused', 'gate_closed', '', 0, 0, SHUT_RETRY_MS} or nil
+end
 
 -- The call is larger than all replicas of its lane (context_length_exceeded), or those that would do are down.
 function refusals.backend(call)

@@ -192,6 +192,8 @@ class BooksMachine(RuleBasedStateMachine):
         kind, argument = upset
         if kind == "observe":
             self.twin.observe(self.world.now, *argument)
+        elif kind == "shut":
+            self.twin.set_shut(self.world.now, argument)
         elif kind == "rest":
             self.twin.rest(self.world.now, *argument)
         elif kind == "configure":

@@ -1,4 +1,5 @@
-"""Replicas that answer and get no new calls (`kvgate drain`), on both implementations and with a given clock."""
+"""Replicas that answer and get no new calls, and fleets that take none (`kvgate drain`, `kvgate gate`): on both
+implementations and with a given clock."""
 
 from itertools import count
 
@@ -6,7 +7,7 @@ import pytest
 import redis
 
 from gateway.core.books import FleetConfig, ReplicaConfig
-from gateway.core.order import FIRST_APPOINTMENT_MS, OPERATOR
+from gateway.core.order import FIRST_APPOINTMENT_MS, OPERATOR, SHUT_RETRY_MS
 from tests.conformance.twin import Op, Twin
 
 LIMIT = 20
@@ -168,3 +169,24 @@ def test_each_heartbeat_tells_which_replicas_drain(fleet: Fleet) -> None:
     assert fleet.step(["H", 0, 0, []]) == [["same", "r0", "r1"]]
     fleet.observe("r1", up=False)
     assert fleet.step(["H", 1, 1, []]) == [["differs", "r0"]]
+
+
+def test_a_fleet_that_is_shut_takes_nobody_new(fleet: Fleet) -> None:
+    """Who waits or runs goes on, and who moves finds a place."""
+    running = [fleet.ask(LIMIT), fleet.ask(LIMIT)]
+    waiting = fleet.ask(5)
+    fleet.twin.set_shut(fleet.now_ms, True)
+    fleet.ask(1)
+    assert fleet.answer == ["refused", "gate_closed", "", 0, 0, SHUT_RETRY_MS]
+    ask = ["Q", 1, 1, "k", "normal", "a", 1, 1, 600_000, 1, -1, -1, -1, 100, 100, 0, 0, 0]
+    assert fleet.step(ask) == [["refused", "gate_closed", "", 0, 0, SHUT_RETRY_MS]]
+    fleet.settle(running[0])
+    assert fleet.place(waiting) == ("unclaimed", "r0")
+    fleet.step(["M", waiting, ["r0"]])
+    fleet.settle(running[1])
+    assert fleet.place(waiting) == ("unclaimed", "r1")
+    fleet.twin.restart_store()
+    fleet.twin.configure(fleet.now_ms, fleet.config)
+    fleet.twin.set_shut(fleet.now_ms, False)
+    fleet.twin.step(fleet.now_ms, "o0", 100, [])
+    assert not fleet.twin.books.shut

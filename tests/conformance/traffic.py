@@ -503,7 +503,9 @@ def _some(draw: DrawFn, calls: list[Call]) -> list[Call]:
 # -- upsets ----------------------------------------------------------------------------------------------------------
 
 
-UPSETS = ("observe",) * 4 + ("rest",) * 4 + ("configure",) * 4 + ("policy",) * 2 + ("hello", "restart")
+UPSETS = (
+    ("observe",) * 4 + ("rest",) * 4 + ("shut",) + ("configure",) * 4 + ("policy",) * 2 + ("hello", "restart")
+)
 
 
 def observations(world: World) -> list[tuple[str, bool]]:
@@ -533,6 +535,8 @@ def upsets(draw: DrawFn, world: World) -> tuple[str, Any]:
     kind = draw(st.sampled_from(UPSETS))
     if kind == "observe":
         return kind, draw(st.sampled_from(observations(world)))
+    if kind == "shut":
+        return kind, not world.books.shut
     if kind == "rest":
         return kind, draw(rests(world))
     if kind == "configure":

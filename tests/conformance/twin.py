@@ -65,6 +65,12 @@ class Twin(Scripts):
             self.books.observe(now, self.run, replica, up),
         )
 
+    def set_shut(self, now: int, shut: bool) -> None:
+        self.compare(
+            self.evaluate("configure", now, "wake:", "shut", int(shut)),
+            self.books.set_shut(now, self.run, shut),
+        )
+
     def rest(self, now: int, teller: str, replica: str, why: str) -> None:
         self.compare(
             self.evaluate("configure", now, "wake:", "rest", teller, replica, why),
@@ -134,7 +140,11 @@ def lua_content(content: Content) -> dict[str, Any]:
     scalars = ("epoch", "policy", "clock", "wall", "skipped", "opens_after", "opens_at", "arrivals", "dirty")
     return {
         "meta": {name: int(meta.get(name, 0)) for name in scalars}
-        | {"recheck": _text(meta.get("recheck", "")), "rests": decode_rests(meta.get("rests", b""))},
+        | {
+            "recheck": _text(meta.get("recheck", "")),
+            "rests": decode_rests(meta.get("rests", b"")),
+            "shut": meta.get("shut") == b"1",
+        },
         "replicas": _hash(content, "replicas"),
         "calls": _hash(content, "calls"),
         "keys": _hash(content, "keys"),
@@ -221,6 +231,7 @@ def spec_content(books: Books) -> dict[str, Any]:
             "dirty": int(books.dirty),
             "recheck": books.recheck,
             "rests": books.rests,
+            "shut": books.shut,
         },
         "replicas": {r.name: _row(r, "replica") for r in books.replicas.values()},
         "calls": {c.id: _row(c, "call") for c in books.calls.values()},

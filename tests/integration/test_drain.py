@@ -147,9 +147,31 @@ def test_what_is_wrong_is_named(new_world: World, told: Any) -> None:
     assert (status, printed) == (2, "kvgate: fleet: there is no fleet 'other', known are demo\n")
     assert told(gateway, "drain", "a", "--fleet", "demo")[0] == 0
     with admin_of(gateway) as admin:
+        for fields, field in (({"fleet": "demo"}, "closed"), ({"closed": True}, "fleet"), ({"x": 1}, "x")):
+            error = admin("POST", "/gate", 400, json=fields)["error"]
+            assert (error["code"], error["param"]) == (Code.INVALID_VALUE, field)
         for fields, field in (({}, "replica"), ({"replica": 3}, "replica"), ({"replica": "a", "x": 1}, "x")):
             error = admin("POST", "/drain", 400, json=fields)["error"]
             assert (error["code"], error["param"]) == (Code.INVALID_VALUE, field)
+
+
+async def test_a_fleet_is_closed_and_opened_for_all_gateways(new_world: World, told: Any) -> None:
+    """What runs goes on."""
+    (first, second), _ = two_replicas(new_world, 2)
+    running, _ = await stream(second, LONG)
+    assert told(first, "gate", "close", "demo") == (0, "fleet demo takes no new calls\n")
+    for gateway in (first, second):
+        answer = await (await Wire.open(gateway.url)).ask(post(gateway.key, SHORT))
+        assert (answer.status, answer.code) == (429, Code.GATE_CLOSED)
+        assert 5 <= int(answer.headers["retry-after"]) <= 7
+    assert "fleet demo: closed to new calls, 1 run" in told(second, "status")[1]
+    await soon(lambda: 'kvgate_gate_closed{fleet="demo"} 1.0' in first.metrics(), "it is shown", SECONDS)
+    assert await complete(running)
+    assert told(second, "gate", "open", "demo") == (0, "fleet demo takes calls\n")
+    wire, _ = await stream(first, SHORT)
+    assert await complete(wire)
+    status, printed = told(first, "gate", "close", "other")
+    assert (status, printed) == (2, "kvgate: fleet: there is no fleet 'other', known are demo\n")
 
 
 async def test_a_store_that_is_away_is_told(new_world: World, told: Any) -> None:
@@ -158,5 +180,5 @@ async def test_a_store_that_is_away_is_told(new_world: World, told: Any) -> None
     status, printed = await asyncio.to_thread(told, gateway, "drain", "a")
     assert (status, printed) == (
         2,
-        "kvgate: the store does not answer: whether the replica drains is not known\n",
+        "kvgate: the store does not answer: whether that was done is not known\n",
     )

@@ -44,6 +44,7 @@ def constant(name: str) -> int:
         ("DRAIN_WINDOW_MS", order.DRAIN_WINDOW_MS),
         ("DRAIN_SETTLING_MS", order.DRAIN_SETTLING_MS),
         ("FIRST_APPOINTMENT_MS", order.FIRST_APPOINTMENT_MS),
+        ("SHUT_RETRY_MS", order.SHUT_RETRY_MS),
         ("KEPT_PART", order.KEPT_PART),
         ("PLACE_ONLY", order.PLACE_ONLY),
         ("ASKED_BACK", order.ASKED_BACK),

@@ -138,6 +138,10 @@ class Store:
                 return books.hello(now, self.run, given[1].decode())
             case "configure" if given[2] == b"fleet":
                 return books.configure(now, self.run, decode_config(given[3], given[4]))
+            case "configure" if given[2] == b"rest":
+                return books.rest(now, self.run, *(argument.decode() for argument in given[3:6]))
+            case "configure" if given[2] == b"shut":
+                return books.set_shut(now, self.run, given[3] == b"1")
             case "configure":
                 return books.observe(now, self.run, given[3].decode(), given[4] == b"1")
             case "page":
