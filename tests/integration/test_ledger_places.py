@@ -12,7 +12,7 @@ from gateway.core.order import PLACE_ONLY
 from gateway.core.outcomes import Code, Refusal
 from gateway.ledger.api import Grant
 from gateway.ledger.reservation import Ask
-from tests.integration.ledger_world import Member, World, eventually, running_store, world
+from tests.integration.ledger_world import WAIT_SECONDS, Member, World, eventually, running_store, world
 
 BLOCKS = 100
 ROUTE = "/v1/completions"
@@ -132,8 +132,9 @@ async def test_who_waited_in_vain_left_no_place(path: str) -> None:
 async def test_a_client_that_leaves_before_its_ticket_is_there_leaves_its_place(path: str) -> None:
     async with busy(path) as (w, first, _, running):
         left = Waiting(first, SHORT)
-        await asyncio.sleep(0)  # the admit is on its way
-        assert first.ledger.channel.carries(left.ask.id)
+        async with asyncio.timeout(WAIT_SECONDS):
+            while not first.ledger.channel.carries(left.ask.id):  # a heartbeat may be on its way before it
+                await asyncio.sleep(0)
         await left.leave()
         await eventually(lambda: w.store.zcard(w.key("places")) == 1)
         running.settle(None, None)
