@@ -1,8 +1,11 @@
-"""A time limit that is moved with every request and hardly ever met."""
+"""Time limits: one that is moved with every request and hardly ever met, and one that forgives our own slowness."""
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+LOOKS = 10
 
 
 class Deadline:
@@ -57,6 +60,33 @@ class Deadline:
             return
         self._due = math.inf
         self._passed()
+
+
+@asynccontextmanager
+async def patience(seconds: float) -> AsyncIterator[None]:
+    """A limit for what another process does: raises TimeoutError once it is over.
+
+    A turn of our own loop counts for a tenth of it at most, however long it was: what came meanwhile was not read yet,
+    and an engine that answers is not to be taken for dead because this process is busy.
+    """
+    loop = asyncio.get_running_loop()
+    looks_left = LOOKS
+    timer: asyncio.TimerHandle
+
+    def look() -> None:
+        nonlocal looks_left, timer
+        looks_left -= 1
+        if looks_left:
+            timer = loop.call_later(seconds / LOOKS, look)
+        else:
+            limit.reschedule(loop.time())
+
+    async with asyncio.timeout(None) as limit:
+        timer = loop.call_later(seconds / LOOKS, look)
+        try:
+            yield
+        finally:
+            timer.cancel()
 
 
 def _nothing() -> None:

@@ -4,9 +4,9 @@ On the client of the calls, because a general one keeps the event loop for milli
 token that comes meanwhile is late by them.
 """
 
-import asyncio
 from typing import Self
 
+from gateway.deadline import patience
 from gateway.upstream.api import Access, Headers, UpstreamFailed, UpstreamRequest
 from gateway.upstream.client import EngineClient
 from gateway.upstream.limits import UpstreamLimits
@@ -79,7 +79,7 @@ class Scraper:
     async def _ask(self, request: UpstreamRequest, timeout_seconds: float) -> _Page:
         page = _Page(url := request.url + request.path)
         try:
-            async with asyncio.timeout(timeout_seconds):
+            async with patience(timeout_seconds):
                 await self._client.exchange(request, page)
         except TimeoutError as error:
             raise Unusable(f"{url} does not answer within {timeout_seconds:g} s") from error

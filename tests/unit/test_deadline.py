@@ -1,13 +1,14 @@
-"""A time limit that is moved often: it passes when its last time is over, and moving it makes no timer."""
+"""A time limit that is moved often passes when its last time is over; another one forgives our own slowness."""
 
 import asyncio
 import heapq
+import time
 from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
 
-from gateway.deadline import Deadline
+from gateway.deadline import Deadline, patience
 
 
 class Loop:
@@ -129,3 +130,41 @@ def test_a_closed_one_leaves_no_timer(limit: Limit) -> None:
     limit.deadline.set(1)
     limit.deadline.close()
     assert limit.loop.pending == 0
+
+
+async def turns(count: int) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def test_patience_ends() -> None:
+    with pytest.raises(TimeoutError):
+        async with patience(0.01):
+            await asyncio.Event().wait()
+
+
+async def test_long_turns_of_our_own_use_up_a_tenth_of_a_patience_each() -> None:
+    """Nine of them, each as long as the whole limit."""
+
+    def hold_up() -> None:
+        time.sleep(0.02)
+        nonlocal busy
+        busy = loop.call_soon(hold_up)
+
+    loop = asyncio.get_running_loop()
+    busy = loop.call_soon(hold_up)
+    async with patience(0.02):
+        await turns(9)
+    with pytest.raises(TimeoutError):
+        async with patience(0.02):
+            await turns(100)
+    busy.cancel()
+
+
+async def test_a_patience_that_is_over_leaves_no_timer() -> None:
+    failures: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context))
+    async with patience(0.01):
+        pass
+    await asyncio.sleep(0.03)
+    assert not failures
