@@ -107,19 +107,36 @@ def test_with_the_queue_off_nobody_waits_for_the_only_one(fleet: Fleet) -> None:
     assert fleet.answer == ["refused", "no_backend", "", 0, 0, FIRST_APPOINTMENT_MS]
 
 
-def test_a_replica_that_is_held_for_a_call_is_let_go(fleet: Fleet) -> None:
-    """The call that it was held for looks elsewhere."""
+def held_for(fleet: Fleet) -> tuple[str, str]:
+    replicas = fleet.twin.books.replicas
+    return replicas["r0"].held_for, replicas["r1"].held_for
+
+
+def passed_too_often(fleet: Fleet) -> tuple[str, str]:
+    """A call that runs on half of r1, and one for which r0 is held."""
     fleet.ask(LIMIT)
     half = fleet.ask(LIMIT // 2)
     head = fleet.ask(LIMIT)
     for number in range(2):
         fleet.settle(fleet.ask(LIMIT // 2, key=f"passes{number}"))
-    replicas = fleet.twin.books.replicas
-    assert (replicas["r0"].held_for, replicas["r1"].held_for) == (head, "")
+    assert held_for(fleet) == (head, "")
+    return half, head
+
+
+def test_a_replica_that_is_held_for_a_call_is_let_go(fleet: Fleet) -> None:
+    """The call that it was held for looks elsewhere."""
+    half, head = passed_too_often(fleet)
     fleet.rest("r0", DRAINED)
-    assert (replicas["r0"].held_for, replicas["r1"].held_for) == ("", head)
+    assert held_for(fleet) == ("", head)
     fleet.settle(half)
     assert fleet.place(head) == ("unclaimed", "r1")
+
+
+def test_a_hold_is_let_go_while_nobody_may_start(fleet: Fleet) -> None:
+    passed_too_often(fleet)
+    fleet.twin.restart_store()
+    fleet.rest("r0", DRAINED)
+    assert held_for(fleet) == ("", "")
 
 
 def test_a_drain_outlasts_the_replicas_restart_and_the_owners(fleet: Fleet) -> None:
