@@ -54,10 +54,11 @@ async def unannounced(gateway: GatewayProcess, name: str, engine: Vllm) -> None:
 async def test_a_rolling_restart_loses_no_call(
     new_world: World, tmp_path: Path, end: Callable[[GatewayProcess, str, Vllm], Awaitable[None]]
 ) -> None:
-    engines = {name: Vllm(place(os.environ), tmp_path / f"{name}.log", *OPTIONS) for name in "ab"}
+    engines: dict[str, Vllm] = {}
     try:
-        for engine in engines.values():
-            engine.wait_ready()
+        for name in "ab":  # two that start at once take twice their time
+            engines[name] = Vllm(place(os.environ), tmp_path / f"{name}.log", *OPTIONS)
+            engines[name].wait_ready()
         replicas = [{"name": name, "url": engine.url} for name, engine in engines.items()]
         config, (key,) = new_world.config([{"name": "only", "replicas": replicas}], fleet={"model": MODEL})
         gateway = new_world.gateway(config, key)
