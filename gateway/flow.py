@@ -16,7 +16,7 @@ from functools import partial
 from gateway import all_fleets
 from gateway.all_fleets import Joint
 from gateway.call import Call, Client, Relay
-from gateway.core.blocks import used_blocks
+from gateway.core.blocks import inputs_blocks, used_blocks
 from gateway.core.estimate import Demand, held_cost, prompt_tokens, token_bounds
 from gateway.core.lifecycle import Action, Event, Step
 from gateway.core.outcomes import Code, Refusal
@@ -135,7 +135,8 @@ class Flow:
         counts = await self._count_unless_refused(call, asks)
         if isinstance(counts, Refusal):
             return counts
-        demand = route(shape, request, [counted.tokens for counted in counts], limits)
+        prompts = request.prompt_tokens([counted.tokens for counted in counts])
+        demand = route(shape, request, prompts, limits)
         if isinstance(demand, Refusal) and not all(counted.exact for counted in counts):
             return Refusal(
                 Code.CAPACITY_EXCEEDED, "too many long prompts are being counted at once", retry_ms=1000
@@ -231,8 +232,11 @@ class Flow:
     def _end_prefill_later(
         self, call: Call, demand: Demand, grant: Grant, reservation: Reservation
     ) -> asyncio.TimerHandle | None:
-        """An answer that is no stream shows no first token: its share ends after the time that was learned."""
-        if call.request.stream or not demand.prefill:
+        """An answer that is no stream shows no first token: its share ends after the time that was learned.
+
+        What generates nothing is all prefill: its share ends with its answer.
+        """
+        if call.request.stream or not demand.prefill or not call.request.endpoint.generates:
             return None
         seconds = self._prefill_times.seconds(grant.replica, demand.prefill)
         return asyncio.get_running_loop().call_later(seconds, reservation.first_token)
@@ -313,10 +317,12 @@ def units_used(call: Call, demand: Demand) -> Units:
 
 def unshared_blocks_used(call: Call, demand: Demand) -> int | None:
     """From the engine's `usage`; None where it sent none."""
-    usage = call.usage
+    usage, prompts = call.usage, call.request.prompt_count
     if usage is None or usage.completion_tokens is None:
         return None
-    prompts = len(call.request.prompts)
+    if not call.request.endpoint.generates:
+        each = -(-usage.prompt_tokens // prompts)
+        return min(demand.blocks, demand.sequences * inputs_blocks([each], demand.block_size))
     return used_blocks(
         usage.prompt_tokens, usage.completion_tokens, prompts, demand.sequences, demand.block_size
     )

@@ -45,6 +45,11 @@ def demand_blocks(
     return per_prompt * sum(each)
 
 
+def inputs_blocks(prompts: Sequence[int], block_size: int) -> int:
+    """Blocks of prompts that are computed and generate nothing: `ceil(p / block_size)` each."""
+    return sum(max(1, -(-tokens // block_size)) for tokens in prompts)
+
+
 def used_blocks(prompt_tokens: int, output_tokens: int, prompts: int, sequences: int, block_size: int) -> int:
     """Blocks that a call held at its end, unshared, by the engine's own count of its tokens.
 

@@ -70,9 +70,9 @@ def token_bounds(request: GenerationRequest, factor: float) -> tuple[int, int]:
 
     A token of a byte-level vocabulary covers 1 to LONGEST_TOKEN_BYTES bytes.
     """
-    low = max(prompt_tokens(p, -(-_least_bytes(p) // LONGEST_TOKEN_BYTES), factor) for p in request.prompts)
-    high = max(prompt_tokens(p, _most_bytes(p), factor) for p in request.prompts)
-    return low, high
+    low = [prompt_tokens(p, -(-_least_bytes(p) // LONGEST_TOKEN_BYTES), factor) for p in request.prompts]
+    high = [prompt_tokens(p, _most_bytes(p), factor) for p in request.prompts]
+    return max(request.prompt_tokens(low)), max(request.prompt_tokens(high))
 
 
 def prefill_share(tokens: int) -> int:

@@ -13,6 +13,8 @@ from gateway.core.outcomes import Code
 
 PROMPTS_MAX = 1024
 """Prompts of one call."""
+INPUTS_MAX = 2048
+"""Of one call that embeds or scores: as many as OpenAI takes in one list."""
 PIECES_MAX = 10_000
 """Messages, and texts or media, of one call: each costs about a microsecond on the event loop."""
 
@@ -23,6 +25,8 @@ REPLY_TOKENS = 3
 """Every reply is primed with start, role and separator."""
 START_TOKENS = 1
 """Many tokenizers put a begin-of-text token before a completion's prompt; ids are sent as they are."""
+ENDS_TOKENS = 2
+"""Around a text that is embedded: at its begin and its end, as BERT and its descendants have it."""
 TOOL_TOKENS = 16
 """A chat template's words around one tool's JSON."""
 MEDIA_TOKENS = 4096
@@ -53,10 +57,13 @@ _TOOL_KINDS = frozenset({"tool_use", "tool_addition"})
 _QUOTE = ord('"')
 _NO_MESSAGES = "`messages` must be a non-empty list."
 _LIST_OF_NUMBERS = re.compile(rb"\[[ \t\r\n]*[0-9]")
+_STARTS_A_CHAT = re.compile(rb"\[[ \t\r\n\[]*\{")
 _ID_BYTES = b"0123456789 \t\r\n"
 _MESSAGES = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
+_CONVERSATIONS = msgspec.json.Decoder(list[list[dict[str, msgspec.Raw]]])
 _STRING = msgspec.json.Decoder(str)
-_TEMPLATE_FIELDS = ("documents", "chat_template", "chat_template_kwargs")
+_SHOWN_EVERYWHERE = ("chat_template", "chat_template_kwargs")
+_TEMPLATE_FIELDS = ("documents", *_SHOWN_EVERYWHERE)
 """Fields of vLLM's chat API, beside messages and tools, that reach the prompt through the chat template."""
 
 
@@ -112,6 +119,33 @@ def _read_conversation(members: Members, gathered: "_Gathered") -> tuple[Prompt,
     return (_prompt_text(gathered.texts, gathered.fixed_tokens, escape_bytes),)
 
 
+def _read_conversations(member: Member, name: str) -> tuple[Prompt, ...]:
+    """One or several, of messages alone: what else a template shows is the call's, not theirs."""
+    try:
+        conversations = [decode(member.view, name, _MESSAGES)]
+    except msgspec.ValidationError:
+        try:
+            conversations = decode(member.view, name, _CONVERSATIONS)
+        except msgspec.ValidationError:
+            message = f"`{name}` must be a list of messages, or a list of such lists, each message an object."
+            raise Refused(Code.INVALID_VALUE, message, name) from None
+    check_inputs(len(conversations), name)
+    _check_pieces(sum(map(len, conversations)))
+    if not all(conversations):
+        raise Refused(Code.INVALID_VALUE, f"`{name}` has a conversation without messages.", name)
+    escapes = member.body.find(b"\\", member.start, member.end) >= 0
+    return tuple(_read_messages_alone(messages, escapes) for messages in conversations)
+
+
+def _read_messages_alone(messages: list[dict[str, msgspec.Raw]], escapes: bool) -> PromptText:
+    """`escapes`: there are some among the messages of the call."""
+    gathered = _Gathered(fixed_tokens=REPLY_TOKENS)
+    for message in messages:
+        _read_message(message, gathered)
+    escape_bytes = _most_escape_bytes(gathered.literal_bytes) if escapes else 0
+    return _prompt_text(gathered.texts, gathered.fixed_tokens, escape_bytes)
+
+
 def literal_text(literal: msgspec.Raw) -> str:
     """The string that a JSON string is."""
     text: str = _STRING.decode(literal)
@@ -123,19 +157,67 @@ def read_prompts(members: Members) -> tuple[Prompt, ...]:
     if is_given(members, "prompt_embeds"):
         message = "`prompt_embeds` is not accepted: its tokens cannot be counted before the engine has them."
         raise Refused(Code.INVALID_VALUE, message, "prompt_embeds")
-    tokens = _count_ids(members)
+    tokens = _count_ids(members, "prompt")
     if tokens:
         return (PromptTokens(tokens),)
     prompt = read_value(members, "prompt")
     if prompt is None:
         raise Refused(Code.MISSING_FIELD, "`prompt` is missing.", "prompt")
-    if isinstance(prompt, str):
-        prompt = [prompt]
-    prompts = _read_prompt_list(prompt) if isinstance(prompt, list) else None
-    if prompts is None:
+    prompts = _read_prompt_list(prompt, "prompt", PROMPTS_MAX, START_TOKENS)
+    if prompts is None or prompt == "" or (isinstance(prompt, list) and "" in prompt):
         message = "`prompt` must be a string, strings, token ids, or lists of token ids, none of them empty."
         raise Refused(Code.INVALID_VALUE, message, "prompt")
     return prompts
+
+
+def read_inputs(members: Members, name: str) -> tuple[Prompt, ...]:
+    """What is embedded: a text, texts, token ids, lists of token ids, a conversation, or conversations.
+
+    An empty text is one to models that put tokens around it.  Raises Refused.
+    """
+    tokens = _count_ids(members, name)
+    if tokens:
+        return (PromptTokens(tokens),)
+    if _STARTS_A_CHAT.match(members[name].body, members[name].start):
+        return _read_conversations(members[name], name)
+    inputs = _read_prompt_list(read_value(members, name), name, INPUTS_MAX, ENDS_TOKENS)
+    if inputs is None:
+        message = (
+            f"`{name}` must be a string, strings, token ids, lists of token ids, messages, or lists of messages,"
+            " no list of them empty."
+        )
+        raise Refused(Code.INVALID_VALUE, message, name)
+    return inputs
+
+
+def read_content(value: Any, name: str) -> PromptText:
+    """What is scored: a text, or an object whose `content` is a list of parts.  Raises Refused."""
+    if isinstance(value, str):
+        return _prompt_text([value], 0)
+    content = value.get("content") if isinstance(value, dict) else None
+    if not isinstance(content, list):
+        message = f"`{name}` must be a string or an object with a list as its `content`, or a list of such."
+        raise Refused(Code.INVALID_VALUE, message, name)
+    gathered = _Gathered()
+    for part in content:
+        _read_part(part, gathered, _Place.USER)
+    return _prompt_text(gathered.texts, gathered.fixed_tokens)
+
+
+def read_template(members: Members, fixed_tokens: int, *names: str) -> PromptText:
+    """What a template adds to every prompt of a call, with the fields of these names."""
+    gathered = _Gathered(fixed_tokens=fixed_tokens)
+    for name in (*_SHOWN_EVERYWHERE, *names):
+        if is_given(members, name):
+            gathered.add_text(read_value(members, name))
+    return _prompt_text(gathered.texts, gathered.fixed_tokens)
+
+
+def check_inputs(count: int, name: str) -> None:
+    """Raises Refused for more than a call may have."""
+    if count > INPUTS_MAX:
+        message = f"`{name}` has {count} inputs; a call may have {INPUTS_MAX}."
+        raise Refused(Code.TOO_MANY_SEQUENCES, message, name)
 
 
 @dataclass(slots=True)
@@ -303,13 +385,13 @@ def _read_tools(members: Members, gathered: _Gathered) -> None:
             gathered.add_text(read_value(members, name))
 
 
-def _count_ids(members: Members) -> int:
+def _count_ids(members: Members, name: str) -> int:
     """How many ids a plain list of them has, 0 for any other prompt.  That the text is JSON is known.
 
     Decoding 64k ids takes 1.5 ms, looking at their bytes a tenth of that; whether an id is in the vocabulary is for the
     engine to say.
     """
-    prompt = members.get("prompt")
+    prompt = members.get(name)
     if prompt is None or not _LIST_OF_NUMBERS.match(prompt.body, prompt.start):
         return 0
     around = len(_marks(prompt.body[: prompt.start])), len(_marks(prompt.body[prompt.end :]))
@@ -324,16 +406,20 @@ def _marks(text: bytes) -> bytes:
     return text.translate(None, _ID_BYTES)
 
 
-def _read_prompt_list(prompt: list[Any]) -> tuple[Prompt, ...] | None:
-    """None for what is not a prompt: empty, mixed, or of another type."""
+def _read_prompt_list(prompt: Any, name: str, most: int, fixed_tokens: int) -> tuple[Prompt, ...] | None:
+    """None for what is not a prompt: mixed, a list of nothing, or of another type."""
+    if isinstance(prompt, str):
+        prompt = [prompt]
+    if not isinstance(prompt, list):
+        return None
     kinds = set(map(type, prompt))
     if kinds == {int}:
         return (PromptTokens(len(prompt)),)
-    if len(prompt) > PROMPTS_MAX:
-        message = f"`prompt` has {len(prompt)} prompts; a call may have {PROMPTS_MAX}."
-        raise Refused(Code.TOO_MANY_SEQUENCES, message, "prompt")
-    if kinds == {str} and all(prompt):
-        return tuple(_prompt_text([text], START_TOKENS) for text in prompt)
+    if len(prompt) > most:
+        message = f"`{name}` has {len(prompt)} prompts; a call may have {most}."
+        raise Refused(Code.TOO_MANY_SEQUENCES, message, name)
+    if kinds == {str}:
+        return tuple(_prompt_text([text], fixed_tokens) for text in prompt)
     if kinds == {list} and all(set(map(type, ids)) == {int} for ids in prompt):
         return tuple(PromptTokens(len(ids)) for ids in prompt)
     return None
@@ -347,10 +433,15 @@ def _escape_bytes(messages: Member, literal_bytes: int) -> int:
     """The most by which so many bytes of strings in `messages` can be longer than their texts."""
     if not literal_bytes or messages.body.find(b"\\", messages.start, messages.end) < 0:
         return 0
-    most = literal_bytes * _ESCAPE_BYTES_MAX // (1 + _ESCAPE_BYTES_MAX)
+    most = _most_escape_bytes(literal_bytes)
     if literal_bytes < ESCAPES_COUNTED_BYTES_MIN:
         return most
     return min(most, _ESCAPE_BYTES_MAX * messages.body.count(b"\\", messages.start, messages.end))
+
+
+def _most_escape_bytes(literal_bytes: int) -> int:
+    """Where nearly every character of so many bytes is escaped."""
+    return literal_bytes * _ESCAPE_BYTES_MAX // (1 + _ESCAPE_BYTES_MAX)
 
 
 def text_bytes(text: Text) -> int:

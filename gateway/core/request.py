@@ -1,5 +1,6 @@
 """The few fields of a request that matter, and the two changes that are made to it on its way upstream."""
 
+from collections.abc import Sequence
 from enum import StrEnum
 
 import msgspec
@@ -17,6 +18,7 @@ from gateway.core.body import (
     shown,
     splice,
 )
+from gateway.core.inputs import Inputs, Layout, read_embedded, read_reranked, read_scored
 from gateway.core.outcomes import Code, Refusal
 from gateway.core.prompt import Prompt, read_chat, read_messages, read_prompts
 
@@ -40,6 +42,18 @@ class Endpoint(StrEnum):
     CHAT = "/v1/chat/completions"
     COMPLETIONS = "/v1/completions"
     MESSAGES = "/v1/messages"
+    EMBEDDINGS = "/v1/embeddings"
+    POOLING = "/pooling"
+    SCORE = "/score"
+    SCORE_V1 = "/v1/score"
+    RERANK = "/rerank"
+    RERANK_V1 = "/v1/rerank"
+    RERANK_V2 = "/v2/rerank"
+
+    @property
+    def generates(self) -> bool:
+        """False where the answer is computed from the prompts alone: no token is sampled."""
+        return self in LIMIT_FIELDS
 
     @property
     def dialect(self) -> Dialect:
@@ -51,7 +65,9 @@ LIMIT_FIELDS = {
     Endpoint.COMPLETIONS: ("max_tokens",),
     Endpoint.MESSAGES: ("max_tokens",),
 }
-"""Where vLLM reads the output limit, the winner first.  Elsewhere than in chats it ignores `max_completion_tokens`."""
+"""Where vLLM reads the output limit of what generates, the winner first.  Elsewhere than in chats it ignores
+`max_completion_tokens`.
+"""
 
 
 class GenerationRequest(msgspec.Struct, frozen=True):
@@ -76,15 +92,24 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     priority: int
     """vLLM's: a higher number is less urgent, 0 is usual."""
     prompts: tuple[Prompt, ...]
-    """Every prompt becomes sequences of its own, which share blocks with no other prompt's."""
+    """What is counted.  Without a `layout` each is a prompt of the engine's."""
+    prompt_field: str
+    """Where the prompts are; named in refusals."""
+    layout: Layout | None = None
+    """How a call that generates nothing makes the engine's prompts of `prompts`."""
+
+    @property
+    def prompt_count(self) -> int:
+        """Of the engine's: each becomes sequences of its own, which share blocks with no other prompt's."""
+        return self.layout.count(len(self.prompts)) if self.layout else len(self.prompts)
 
     @property
     def sequences(self) -> int:
-        return len(self.prompts) * self.sequences_per_prompt
+        return self.prompt_count * self.sequences_per_prompt
 
-    @property
-    def prompt_field(self) -> str:
-        return "prompt" if self.endpoint is Endpoint.COMPLETIONS else "messages"
+    def prompt_tokens(self, counts: Sequence[int]) -> Sequence[int]:
+        """Tokens of each of the engine's prompts, from those of `prompts`."""
+        return self.layout.prompts(counts) if self.layout else counts
 
 
 def parse(endpoint: Endpoint, body: bytes, n_max: int) -> GenerationRequest | Refusal:
@@ -93,6 +118,8 @@ def parse(endpoint: Endpoint, body: bytes, n_max: int) -> GenerationRequest | Re
     A refusal names the field, its value (shortened) and the limit; its `param` is the field.
     """
     try:
+        if not endpoint.generates:
+            return _parse_inputs(endpoint, body)
         return _parse_message(body) if endpoint is Endpoint.MESSAGES else _parse(endpoint, body, n_max)
     except Refused as refused:
         return refused.refusal
@@ -100,6 +127,8 @@ def parse(endpoint: Endpoint, body: bytes, n_max: int) -> GenerationRequest | Re
 
 def forward(request: GenerationRequest, output_limit: int) -> bytes:
     """The client's bytes with `output_limit` written in, and usage asked for on a stream; nothing else."""
+    if not request.endpoint.generates:
+        return request.body
     number = b"%d" % output_limit
     edits = [(start, end, number) for start, end in request.limit_spans]
     if not edits:
@@ -136,6 +165,7 @@ def _parse(endpoint: Endpoint, body: bytes, n_max: int) -> GenerationRequest:
         sequences_per_prompt=per_prompt,
         priority=read_integer(members, "priority", -INTEGER_MAX, INTEGER_MAX) or 0,
         prompts=prompts,
+        prompt_field="messages" if endpoint is Endpoint.CHAT else "prompt",
     )
 
 
@@ -163,7 +193,40 @@ def _parse_message(body: bytes) -> GenerationRequest:
         sequences_per_prompt=1,
         priority=0,
         prompts=read_messages(members),
+        prompt_field="messages",
     )
+
+
+def _parse_inputs(endpoint: Endpoint, body: bytes) -> GenerationRequest:
+    """Of a call that generates nothing: its answer is one document, however it is asked for."""
+    members = read_members(body)
+    _check_transfers(members)
+    inputs = _read_inputs(endpoint, members)
+    return GenerationRequest(
+        endpoint=endpoint,
+        body=body,
+        model=_read_model(members),
+        stream=False,
+        include_usage_asked=True,
+        output_limit=0,
+        limit_field="",
+        limit_spans=(),
+        usage_edit=None,
+        min_tokens=0,
+        truncate_prompt_tokens=read_integer(members, "truncate_prompt_tokens", -1, INTEGER_MAX),
+        sequences_per_prompt=1,
+        priority=read_integer(members, "priority", -INTEGER_MAX, INTEGER_MAX) or 0,
+        prompts=inputs.texts,
+        prompt_field=inputs.field,
+        layout=inputs.layout,
+    )
+
+
+def _read_inputs(endpoint: Endpoint, members: Members) -> Inputs:
+    if endpoint in (Endpoint.EMBEDDINGS, Endpoint.POOLING):
+        return read_embedded(members, "input", "messages")
+    is_score = endpoint in (Endpoint.SCORE, Endpoint.SCORE_V1)
+    return read_scored(members) if is_score else read_reranked(members)
 
 
 def _read_model(members: Members) -> str | None:

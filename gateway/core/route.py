@@ -3,10 +3,11 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from heapq import nlargest
 
 import msgspec
 
-from gateway.core.blocks import BlockShape, demand_blocks
+from gateway.core.blocks import BlockShape, demand_blocks, inputs_blocks
 from gateway.core.estimate import Demand, call_cost, prefill_share
 from gateway.core.outcomes import Code, Refusal
 from gateway.core.request import Endpoint, GenerationRequest
@@ -52,6 +53,11 @@ class LaneShape:
     """The shortest context, and blocks counted by the smallest size."""
     prompt_tokens_max: int
     """The longest prompt that is sent here; the context must leave room for one token of output."""
+    input_tokens_max: int
+    """The longest one of a call that generates nothing."""
+    usable_max: int
+    sequences_max: int
+    """Of the largest replica that the lane may use."""
     context_max: int | None
     """The context of its engines; None where they differ: what the largest leaves, the smallest has no room for."""
 
@@ -92,11 +98,14 @@ class FleetShape:
         pools = [p for p in self.pools if p.name in names]
         shortest = min(p.max_model_len for p in pools)
         longest = max(p.context_max or p.max_model_len for p in pools)
-        room = shortest - 1
+        longest_input = min(shortest, pool.max_prompt_tokens or shortest)
         return LaneShape(
             pool=pool,
             blocks=BlockShape(shortest, min(p.block_size for p in pools), self.speculative_tokens),
-            prompt_tokens_max=room if pool.max_prompt_tokens is None else min(room, pool.max_prompt_tokens),
+            prompt_tokens_max=min(shortest - 1, longest_input),
+            input_tokens_max=longest_input,
+            usable_max=max(p.usable_max for p in pools),
+            sequences_max=max(p.sequences_max for p in pools),
             context_max=None if longest > shortest else longest,
         )
 
@@ -127,15 +136,32 @@ class _Place:
     output_tokens: int
     clamped: bool
     blocks: int
+    sequences: int
+    """Those that run at once."""
 
     @property
     def pool(self) -> PoolShape:
         return self.lane.pool
 
-    def can_hold(self, request: GenerationRequest) -> bool:
+    @property
+    def runs_in_parts(self) -> bool:
+        """It generates nothing: an engine that has no room for all of its prompts computes some after the others."""
+        return self.output_tokens == 0
+
+    @property
+    def blocks_min(self) -> int:
+        """Without so many it cannot run at all."""
+        if self.runs_in_parts:
+            return inputs_blocks([max(self.prompts)], self.lane.blocks.block_size)
+        return self.blocks
+
+    @property
+    def fits(self) -> bool:
         """True when an idle replica of the pool has room for the call."""
         pool = self.lane.pool
-        return self.blocks <= pool.usable_max and request.sequences <= pool.sequences_max
+        return self.blocks_min <= pool.usable_max and (
+            self.runs_in_parts or self.sequences <= pool.sequences_max
+        )
 
 
 def route(
@@ -154,13 +180,13 @@ def route(
     if refusal is not None:
         return refusal
     measured = _measured(fleet, request, prompt_tokens, output_tokens)
-    place = _best(request, measured)
+    place = _best(measured)
     if place is None:
         return _never_fits(fleet, request, prompt_tokens, measured) if fleet.complete else _NOT_TOLD
     if request.min_tokens > place.output_tokens:
         may_fit = place.clamped and not fleet.complete
         return _NOT_TOLD if may_fit else _too_little_output(request, place)
-    demand = _demand(request, place)
+    demand = _demand(fleet, request, place)
     if limits.blocks_max is not None and demand.unshared_blocks > limits.blocks_max:
         needed = f"The call needs {demand.unshared_blocks} KV blocks"
         message = f"{needed}; `blocks_max` of its key is {limits.blocks_max}."
@@ -194,13 +220,14 @@ def candidate_lanes(
     if isinstance(output_tokens, Refusal):
         return ()
     shortest = _measured(fleet, request, _at_least(request, low), output_tokens)
-    exact = low == high and len(request.prompts) == 1
-    longest = shortest if exact else _measured(fleet, request, [high] * len(request.prompts), output_tokens)
+    count = request.prompt_count
+    exact = low == high and count == 1
+    longest = shortest if exact else _measured(fleet, request, [high] * count, output_tokens)
     lanes = [place.pool.name for place in shortest]
-    last = _first_unclamped(request, longest)
+    last = _first_unclamped(longest)
     if last is None or _shares(fleet, request):
         return tuple(lanes)
-    first = _first_unclamped(request, shortest)
+    first = _first_unclamped(shortest)
     assert first is not None
     return tuple(lanes[lanes.index(first) : lanes.index(last) + 1])
 
@@ -214,7 +241,7 @@ def outlooks(
     where it may be refused for another reason.
     """
     output_tokens = _output_limit(fleet, request, limits)
-    if len(request.prompts) > 1 or _shares(fleet, request) or isinstance(output_tokens, Refusal):
+    if request.prompt_count > 1 or _shares(fleet, request) or isinstance(output_tokens, Refusal):
         return ()
     lanes = candidate_lanes(fleet, request, low, high, limits)
     smallest = {place.pool.name: place for place in _measured(fleet, request, (low,), output_tokens)}
@@ -222,16 +249,16 @@ def outlooks(
         return ()
     likely = route(fleet, request, (max(low, high // LIKELY_TOKEN_BYTES),), limits)
     if isinstance(likely, Refusal):
-        likely = _largest(request, smallest[lanes[-1]])
+        likely = _largest(fleet, request, smallest[lanes[-1]])
     ordered = sorted(lanes, key=lambda lane: lane == likely.lane)
     return tuple(
         Outlook(smallest[lane].blocks, msgspec.structs.replace(likely, lane=lane)) for lane in ordered
     )
 
 
-def _largest(request: GenerationRequest, place: _Place) -> Demand:
+def _largest(fleet: FleetShape, request: GenerationRequest, place: _Place) -> Demand:
     """Who sends it believes that it fits, if only just."""
-    demand, blocks = _demand(request, place), place.pool.usable_max
+    demand, blocks = _demand(fleet, request, place), place.pool.usable_max
     seconds = demand.cost // demand.unshared_blocks
     return msgspec.structs.replace(demand, blocks=blocks, unshared_blocks=blocks, cost=blocks * seconds)
 
@@ -240,6 +267,8 @@ def _output_limit(fleet: FleetShape, request: GenerationRequest, limits: KeyLimi
     if not fleet.pools:
         message = f"No engine of `{fleet.name}` has told its capacity yet."
         return Refusal(Code.NO_BACKEND, message, retry_ms=NO_POOL_RETRY_MS)
+    if not request.endpoint.generates:
+        return 0
     asked, field_ = request.output_limit, request.limit_field
     caps = (("the key", limits.max_output_tokens), ("the model", fleet.max_output_tokens))
     if asked is None:
@@ -291,20 +320,36 @@ def _measure(
     context_left = None if context is None else max(1, context - output_tokens)
     prompts = _as_cut(request, prompt_tokens, context_left)
     longest = max(prompts)
-    if longest > lane.prompt_tokens_max:
+    if longest > _prompt_tokens_max(lane, request):
         return None
+    if not request.endpoint.generates:
+        return _measure_inputs(lane, prompts)
     fitting = min(output_tokens, lane.blocks.max_model_len - longest)
     blocks = demand_blocks(
         prompts, request.sequences_per_prompt, fitting, lane.blocks, fleet.share_prompt_of_n
     )
-    return _Place(lane, prompts, fitting, fitting < output_tokens, blocks)
+    return _Place(lane, prompts, fitting, fitting < output_tokens, blocks, request.sequences)
 
 
-def _best(request: GenerationRequest, measured: Sequence[_Place]) -> _Place | None:
+def _measure_inputs(lane: LaneShape, prompts: tuple[int, ...]) -> _Place:
+    """An engine takes inputs from its queue as sequences and blocks get free, and ends each as soon as it is computed:
+    of many it holds no more at once than it runs, and no more than it has.
+    """
+    sequences = min(len(prompts), lane.sequences_max)
+    at_once = prompts if sequences == len(prompts) else nlargest(sequences, prompts)
+    blocks = min(inputs_blocks(at_once, lane.blocks.block_size), lane.usable_max)
+    return _Place(lane, prompts, 0, False, blocks, sequences)
+
+
+def _prompt_tokens_max(lane: LaneShape, request: GenerationRequest) -> int:
+    return lane.prompt_tokens_max if request.endpoint.generates else lane.input_tokens_max
+
+
+def _best(measured: Sequence[_Place]) -> _Place | None:
     """The first with the whole output limit, else the one where most of it fits; None where no engine holds it."""
     best: _Place | None = None
     for place in measured:
-        if (best is None or place.output_tokens > best.output_tokens) and place.can_hold(request):
+        if (best is None or place.output_tokens > best.output_tokens) and place.fits:
             best = place
     return best
 
@@ -325,23 +370,27 @@ def _as_cut(
 
 def _at_least(request: GenerationRequest, low: int) -> tuple[int, ...]:
     """The shortest prompts of a call whose longest has `low` tokens."""
-    return (low, *(1 for _ in request.prompts[1:]))
+    return (low, *(1 for _ in range(request.prompt_count - 1)))
 
 
 def _shares(fleet: FleetShape, request: GenerationRequest) -> bool:
-    return fleet.share_prompt_of_n and len(request.prompts) == 1 and request.sequences_per_prompt > 1
+    return fleet.share_prompt_of_n and request.prompt_count == 1 and request.sequences_per_prompt > 1
 
 
-def _first_unclamped(request: GenerationRequest, places: Sequence[_Place]) -> str | None:
-    return next((p.pool.name for p in places if not p.clamped and p.can_hold(request)), None)
+def _first_unclamped(places: Sequence[_Place]) -> str | None:
+    return next((p.pool.name for p in places if not p.clamped and p.fits), None)
 
 
-def _demand(request: GenerationRequest, place: _Place) -> Demand:
-    total, shape, sequences = sum(place.prompts), place.lane.blocks, request.sequences_per_prompt
-    unshared = demand_blocks(place.prompts, sequences, place.output_tokens, shape, share_prompt_of_n=False)
+def _demand(fleet: FleetShape, request: GenerationRequest, place: _Place) -> Demand:
+    total, shape, unshared = sum(place.prompts), place.lane.blocks, place.blocks
+    if _shares(fleet, request):
+        sequences = request.sequences_per_prompt
+        unshared = demand_blocks(
+            place.prompts, sequences, place.output_tokens, shape, share_prompt_of_n=False
+        )
     return Demand(
         lane=place.pool.name,
-        sequences=request.sequences,
+        sequences=place.sequences,
         prompt_tokens=total,
         longest_prompt_tokens=max(place.prompts),
         output_tokens=place.output_tokens,
@@ -364,18 +413,18 @@ def _never_fits(
     fleet: FleetShape, request: GenerationRequest, prompt_tokens: Sequence[int], measured: Sequence[_Place]
 ) -> Refusal:
     if not measured:
-        most = max(lane.prompt_tokens_max for lane in fleet.lane_shapes)
+        most = max(_prompt_tokens_max(lane, request) for lane in fleet.lane_shapes)
         prompt = f"The prompt has at least {max(prompt_tokens)} tokens (estimated)"
         message = f"{prompt}; `{fleet.model}` takes at most {most}."
         return Refusal(Code.CONTEXT_LENGTH_EXCEEDED, message, request.prompt_field, should_retry=False)
     most = max(place.pool.sequences_max for place in measured)
-    if request.sequences > most:
+    if request.endpoint.generates and request.sequences > most:
         message = f"The call has {request.sequences} sequences; an engine runs at most {most} at once."
         return Refusal(Code.TOO_MANY_SEQUENCES, message, "n", should_retry=False)
     roomiest = max(measured, key=lambda place: place.pool.usable_max)
     sequences = "1 sequence" if request.sequences == 1 else f"{request.sequences} sequences, each"
     message = (
-        f"The call needs at least {roomiest.blocks} KV blocks ({sequences} with a prompt of "
+        f"The call needs at least {roomiest.blocks_min} KV blocks ({sequences} with a prompt of "
         f"at least {min(roomiest.prompts)} tokens (estimated) and up to {roomiest.output_tokens} of output); "
         f"the largest engine has {roomiest.pool.usable_max}."
     )

@@ -10,6 +10,8 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from itertools import pairwise
 from typing import Any, Protocol
 
+import msgspec
+
 from gateway.call import Call
 from gateway.core.events import FirstToken, Observer, TokenGaps
 from gateway.core.forecast import Course
@@ -125,6 +127,14 @@ class AnswerRelay:
     def _is_anthropics(self) -> bool:
         return self._call.request.endpoint.dialect is Dialect.ANTHROPIC
 
+    @property
+    def _is_binary(self) -> bool:
+        """Embeddings as bytes, which say nothing of themselves."""
+        media_type = dict(self._headers).get(b"content-type", b"")
+        return (
+            media_type.startswith(b"application/octet-stream") and not self._call.request.endpoint.generates
+        )
+
     def _inspector(self) -> StreamInspector:
         if self._is_anthropics:
             return MessagesInspector()
@@ -199,11 +209,15 @@ class AnswerRelay:
         if self._call.status:
             return await self._write({"type": "http.response.body", "body": b""})
         body = bytes(self._held)
-        if self._status == 200:
+        if self._status == 200 and not self._is_binary:
             facts = inspect_message(body) if self._is_anthropics else inspect_answer(body)
             if facts.failure:
                 raise _failed(facts.failure)
             self._call.usage = facts.usage
+            if (
+                facts.usage and not self._call.request.endpoint.generates
+            ):  # of scores no output is told at all
+                self._call.usage = msgspec.structs.replace(facts.usage, completion_tokens=0)
         self._headers.append((b"content-length", b"%d" % len(body)))
         await self._begin()
         await self._write({"type": "http.response.body", "body": body})

@@ -4,7 +4,7 @@ import argparse
 from dataclasses import dataclass
 
 from gateway.mock.engine import POLICIES, EngineConfig
-from gateway.mock.options import Options
+from gateway.mock.options import CONVERSIONS, RUNNERS, Options
 
 _DEFAULT = EngineConfig()
 
@@ -66,6 +66,8 @@ def server_options(args: argparse.Namespace) -> Options:
         aliases=tuple(args.served_model_name or ())[1:],
         root=args.model,
         api_key=args.api_key,
+        runner=args.runner,
+        convert=args.convert,
         dev_mode=args.dev_mode,
         enable_request_id_headers=args.enable_request_id_headers,
         enable_prompt_tokens_details=args.enable_prompt_tokens_details,
@@ -121,6 +123,10 @@ def _add_server_arguments(group: "argparse._ArgumentGroup") -> None:
     group.add_argument("--port", type=int, default=9001, help="0 takes a free port (default 9001)")
     group.add_argument("--model", default=_DEFAULT.model, help="the served name, unless one is given")
     group.add_argument("--served-model-name", nargs="+", metavar="NAME", help="the first one and its aliases")
+    group.add_argument("--runner", choices=RUNNERS, default=RUNNERS[0], help="pooling: embeds and scores")
+    group.add_argument(
+        "--convert", choices=CONVERSIONS, default=CONVERSIONS[0], help="what a model that pools does"
+    )
     group.add_argument("--api-key", help="asked for under /v1, /v2 and /inference only")
     group.add_argument(
         "--shutdown-timeout",

@@ -45,6 +45,11 @@ class Api(StrEnum):
     TEXT = "text"
     MESSAGES = "messages"
     RESPONSES = "responses"
+    EMBEDDING = "embedding"
+    POOLING = "pooling"
+    LABELS = "labels"
+    SCORE = "score"
+    RERANK = "rerank"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +115,9 @@ class Call:
         return tuple(size for size in sizes for _ in range(self.choices))
 
     def reason_at(self, index: int, tokens: int) -> str:
-        """finish_reason of a sequence that ends after so many tokens."""
-        return "length" if tokens == self.limits[index // self.choices] else "stop"
+        """finish_reason of a sequence that ends after so many tokens; one that samples none stops."""
+        limit = self.limits[index // self.choices]
+        return "length" if limit and tokens == limit else "stop"
 
     def prompt_of(self, index: int) -> Prompt:
         return self.prompts[index // self.choices]
@@ -199,6 +205,20 @@ def resolved(
         return_token_ids=bool(body.get("return_token_ids")),
         min_tokens=_min_tokens(body, min(sizes)),
         ignore_eos=bool(body.get("ignore_eos")),
+        priority=integer(body, "priority") or 0,
+    )
+
+
+def pooled(api: Api, body: Json, prompts: tuple[Prompt, ...], call_id: str, server: Server) -> Call:
+    """The call of a body that samples nothing; its prompts are read."""
+    return Call(
+        api=api,
+        id=call_id,
+        model=server.engine.model,
+        prompts=prompts,
+        limits=(0,) * len(prompts),
+        body=body,
+        script=_script(body),
         priority=integer(body, "priority") or 0,
     )
 

@@ -291,10 +291,10 @@ class Engine:
     def _sample(self, sequence: Sequence) -> Token:
         sequence.outputs += 1
         sequence.known += 1
-        self.generation_tokens += 1
+        self.generation_tokens += sequence.sizes.output_tokens > 0
         if sequence.outputs == 1:
             self._count_prompt(sequence)
-        last = sequence.outputs == sequence.sizes.output_tokens
+        last = sequence.outputs >= sequence.sizes.output_tokens
         if last:
             self._finish(sequence)
         return Token(sequence.request_id, sequence.index, sequence.outputs, last)

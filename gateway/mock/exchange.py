@@ -29,6 +29,7 @@ BODY_BYTES_MAX = 64 * 1024 * 1024
 CONNECTION = "mock.connection"
 """ASGI extension: the `BreakableProtocol` that carries the exchange."""
 JSON = b"application/json"
+OCTETS = b"application/octet-stream"
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
 
 
@@ -133,10 +134,10 @@ class Exchange:
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
         await self._send({"type": "http.response.body", "body": text, "more_body": False})
 
-    async def start_stream(self, content_type: bytes = EVENT_STREAM) -> None:
+    async def start_stream(self, content_type: bytes = EVENT_STREAM, extra: Headers | None = None) -> None:
         if self.gzip:
             self._deflate = zlib.compressobj(wbits=31)
-        await self._start(200, content_type, [])
+        await self._start(200, content_type, [*(extra or [])])
 
     async def start_promising(self, content_type: bytes, length: int) -> None:
         """Headers that promise more bytes than will come."""

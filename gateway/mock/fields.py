@@ -63,6 +63,17 @@ TEXT_FIELDS: Mapping[str, Kind] = {
     "user": str,
     **_SAMPLING,
 }
+POOLING_FIELDS: Mapping[str, Kind] = {
+    "model": str,
+    "user": str,
+    "truncate_prompt_tokens": int,
+    "request_id": str,
+    "priority": int,
+    "dimensions": int,
+    "top_n": int,
+    "max_tokens_per_query": int,
+    "max_tokens_per_doc": int,
+}
 _USAGE_FIELDS: Mapping[str, Kind] = {"include_usage": bool, "continuous_usage_stats": bool}
 _BOOLEAN = "Input should be a valid boolean"
 _NUMBER = "Input should be a valid number"

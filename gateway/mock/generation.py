@@ -6,27 +6,45 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from gateway.mock import anthropic, calls, openai, responses
+from gateway.mock import anthropic, calls, openai, pooling, responses
 from gateway.mock.bodies import Refusal, parse_object
 from gateway.mock.calls import Api, Call, Server
 from gateway.mock.control import Control
 from gateway.mock.driver import Driver
-from gateway.mock.exchange import Exchange
+from gateway.mock.exchange import OCTETS, Exchange
 from gateway.mock.failing import BACKLOG, BUSY, DEAD, error_body, fail_early, fail_stream, fail_whole
 from gateway.mock.faults import Faults, Kind
 from gateway.mock.journal import Journal, Record, State
+from gateway.mock.options import Options
 from gateway.mock.orca import load_header
 from gateway.mock.progress import NO_EXTRAS, Extras, Progress
 from gateway.mock.stream import Busy, EngineDead, Plan, Stream
 from gateway.mock.telling import Job, KeepAlive, Shape, Teller
 
 Parse = Callable[[Mapping[str, Any], str, Server], Call]
-PARSERS: Mapping[str, tuple[Api, Parse]] = {
+GENERATING_PARSERS: Mapping[str, tuple[Api, Parse]] = {
     "/v1/chat/completions": (Api.CHAT, calls.parse_chat),
     "/v1/chat/completions/batch": (Api.CHAT, calls.parse_batch),
     "/v1/completions": (Api.TEXT, calls.parse_text),
     "/v1/messages": (Api.MESSAGES, anthropic.parse_messages),
     "/v1/responses": (Api.RESPONSES, responses.parse_responses),
+}
+_SCORES = (Api.SCORE, pooling.parse_score)
+_RANKS = (Api.RERANK, pooling.parse_rerank)
+_SCORING_PARSERS: Mapping[str, tuple[Api, Parse]] = {
+    "/pooling": (Api.POOLING, pooling.parse_pooling),
+    "/score": _SCORES,
+    "/v1/score": _SCORES,
+    "/rerank": _RANKS,
+    "/v1/rerank": _RANKS,
+    "/v2/rerank": _RANKS,
+}
+_EMBEDDING_PARSERS: Mapping[str, tuple[Api, Parse]] = {
+    "/v1/embeddings": (Api.EMBEDDING, pooling.parse_embedding)
+}
+_POOLING_PARSERS = {
+    "embed": {**_EMBEDDING_PARSERS, **_SCORING_PARSERS},
+    "classify": _SCORING_PARSERS,
 }
 _SHAPES: Mapping[Api, Callable[[Call, int], Shape]] = {
     Api.CHAT: openai.OpenAIStream,
@@ -39,7 +57,13 @@ _WHOLE: Mapping[Api, Callable[[Progress, int, Extras], dict[str, Any]]] = {
     Api.TEXT: openai.full_answer,
     Api.MESSAGES: anthropic.message,
     Api.RESPONSES: responses.response,
+    **dict.fromkeys((Api.EMBEDDING, Api.POOLING, Api.LABELS, Api.SCORE, Api.RERANK), pooling.answer),
 }
+
+
+def parsers(options: Options) -> Mapping[str, tuple[Api, Parse]]:
+    """The routes of calls that a server of these options has."""
+    return GENERATING_PARSERS if options.runner == "generate" else _POOLING_PARSERS[options.convert]
 
 
 class Generation:
@@ -56,6 +80,7 @@ class Generation:
     ) -> None:
         """`now` is the Unix time in seconds that answers tell as their creation."""
         self._server = server
+        self._parsers = parsers(server.options)
         self._driver = driver
         self._control = control
         self._faults = faults
@@ -66,7 +91,7 @@ class Generation:
         """Calls that were received and have not ended."""
 
     async def answer(self, exchange: Exchange) -> None:
-        """Answer a call of one of the routes in `PARSERS`."""
+        """Answer a call of one of the routes in `parsers`."""
         await self._received(exchange, exchange.path, await exchange.body())
 
     async def invoke(self, exchange: Exchange) -> None:
@@ -96,7 +121,7 @@ class Generation:
             self._journal.move(record, state or State.ABORTED)
 
     async def _answer(self, exchange: Exchange, record: Record, route: str, raw: bytes) -> State:
-        api, parse = PARSERS[route]
+        api, parse = self._parsers[route]
         try:
             exchange.check_json()
             body = parse_object(raw)
@@ -222,9 +247,19 @@ class Generation:
         except EngineDead as error:
             return await self._no_room(job, error, late=False)
         self._count_turned_away(progress)
+        if pooling.answers_bytes(job.call):
+            return await self._bytes(job)
         load = load_header(job.exchange.header(b"endpoint-load-metrics-format"), self._driver)
         await job.exchange.json(200, self._body(progress, self._extras(progress, stream)), load)
         return State.FINISHED if progress.finished else State.ABORTED
+
+    async def _bytes(self, job: Job) -> State:
+        """Vectors as they are, one chunk each."""
+        headers = pooling.metadata(job.call, self._now())
+        await job.exchange.start_stream(OCTETS, headers)
+        job.exchange.push(pooling.vectors(job.call))
+        await job.exchange.end()
+        return State.FINISHED
 
     def _body(self, progress: Progress, extras: Extras) -> dict[str, Any]:
         return _WHOLE[progress.call.api](progress, self._now(), extras)

@@ -73,9 +73,10 @@ class RankMetrics:
         self.observe("request_num_preemptions", track.preemptions)
         self.observe("request_prompt_tokens", sizes.prompt_tokens)
         self.observe("request_prefill_kv_computed_tokens", sizes.prompt_tokens - track.cached_tokens)
-        self.observe("request_generation_tokens", track.tokens)
-        limits = stream.plan.limits
-        self.observe("request_params_max_tokens", limits[index] if limits else sizes.output_tokens)
+        self.observe("request_generation_tokens", track.tokens if sizes.output_tokens else 0)
+        if sizes.output_tokens:
+            limits = stream.plan.limits
+            self.observe("request_params_max_tokens", limits[index] if limits else sizes.output_tokens)
         self._see_prompt_finished(stream, index)
 
     def _see_prompt_finished(self, stream: Stream, index: int) -> None:
@@ -84,7 +85,8 @@ class RankMetrics:
         start = index - index % choices
         tokens = [track.tokens for track in stream.tracks[start : start + choices]]
         if all(tokens):
-            self.observe("request_max_num_generation_tokens", max(tokens))
+            samples = stream.plan.sequences[index].output_tokens > 0
+            self.observe("request_max_num_generation_tokens", max(tokens) if samples else 0)
             self.observe("request_params_n", choices)
 
 

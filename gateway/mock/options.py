@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+RUNNERS = ("generate", "pooling")
+CONVERSIONS = ("embed", "classify")
+
 
 @dataclass(frozen=True, slots=True)
 class Options:
@@ -11,6 +14,10 @@ class Options:
     """What `/v1/models` tells as the path of the weights; None: the model's name."""
     api_key: str | None = None
     """Asked for under /v1, /v2 and /inference only."""
+    runner: str = "generate"
+    """"pooling": the model embeds and scores, and generates nothing."""
+    convert: str = "embed"
+    """"classify": a model that pools scores queries and documents together, and embeds nothing."""
     dev_mode: bool = False
     """vLLM's VLLM_SERVER_DEV_MODE=1: the routes to pause, to sleep and to forget the prefix cache."""
     enable_request_id_headers: bool = False
@@ -27,6 +34,10 @@ class Options:
     """Mock-only: streams meet the engine's queue limits after their headers, as racing arrivals do in vLLM."""
 
     def __post_init__(self) -> None:
+        if self.runner not in RUNNERS:
+            raise ValueError(f"runner must be one of {', '.join(RUNNERS)}, got {self.runner!r}")
+        if self.convert not in CONVERSIONS:
+            raise ValueError(f"convert must be one of {', '.join(CONVERSIONS)}, got {self.convert!r}")
         if self.stream_interval < 1:
             raise ValueError(f"stream_interval must be at least 1, got {self.stream_interval}")
         if not self.sse_keep_alive_interval_seconds >= 0:

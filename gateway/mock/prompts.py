@@ -34,9 +34,13 @@ class Prompt:
 class Reader:
     """Reads the prompts of one body.  Raises Refusal for what vLLM refuses."""
 
-    def __init__(self, body: Json, config: EngineConfig, *, keep: bool) -> None:
-        """`keep`: the answer repeats the prompts, as `echo` and `return_token_ids` ask for."""
+    def __init__(self, body: Json, config: EngineConfig, *, keep: bool, pooled: bool = False) -> None:
+        """`keep`: the answer repeats the prompts, as `echo` and `return_token_ids` ask for.
+
+        `pooled`: no reply follows a conversation.
+        """
         self._config = config
+        self._pooled = pooled
         self._keep = keep
         self._cut = integer(body, "truncate_prompt_tokens")
         if self._cut == -1:
@@ -46,18 +50,26 @@ class Reader:
     def chat(self, messages: Sequence[Json], tools: object) -> Prompt:
         if not messages:
             raise Refusal(400, _EMPTY_CHAT)
-        pieces = tokenizer.chat_pieces(messages, tools)
-        ids = tokenizer.encode_chat(messages, tools) if self._keep else []
+        pieces = tokenizer.chat_pieces(messages, tools, reply=not self._pooled)
+        ids = tokenizer.encode_chat(messages, tools)[: len(pieces)] if self._keep else []
         return self._prompt(pieces, ids, is_text=True)
 
-    def text(self, text: str) -> Prompt:
-        return self._prompt(
-            tokenizer.pieces(text), tokenizer.encode(text) if self._keep else [], is_text=True
-        )
+    def text(self, text: str, most: int = 0) -> Prompt:
+        """A text, or its first `most` tokens."""
+        end = most or None
+        ids = tokenizer.encode(text)[:end] if self._keep else []
+        return self._prompt(tokenizer.pieces(text)[:end], ids, is_text=True)
+
+    def pair(self, query: str, document: str, query_most: int, document_most: int) -> Prompt:
+        """Two texts in one prompt, each of them whole or cut."""
+        cuts = (query, query_most or None), (document, document_most or None)
+        pieces = [piece for text, end in cuts for piece in tokenizer.pieces(text)[:end]]
+        ids = [number for text, end in cuts for number in tokenizer.encode(text)[:end]]
+        return self._prompt(pieces, ids, is_text=True)
 
     def ids(self, ids: Sequence[int]) -> Prompt:
         check_token_ids(ids)
-        return self._prompt(tokenizer.ids_pieces(ids), ids, is_text=False)
+        return self._prompt(tokenizer.ids_pieces(ids), ids, is_text=self._pooled)
 
     def completion(self, prompt: object) -> tuple[Prompt, ...]:
         """A text, texts, token ids, or lists of token ids."""

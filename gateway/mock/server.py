@@ -26,7 +26,7 @@ from gateway.mock.driver import Driver
 from gateway.mock.engine import EngineConfig
 from gateway.mock.exchange import BodyTooLarge, ClientLeft, Exchange, Receive, Scope, Send
 from gateway.mock.faults import Faults, parse_fault
-from gateway.mock.generation import PARSERS, Generation
+from gateway.mock.generation import Generation, parsers
 from gateway.mock.journal import Journal
 from gateway.mock.options import Options
 
@@ -76,14 +76,11 @@ class MockServer:
             self._routes |= self._dev_routes()
 
     def _vllm_routes(self) -> Routes:
-        calls: Routes = {route: {"POST": self._generation.answer} for route in PARSERS}
-        closed: Routes = {route: {"POST": self._scale_out} for route in _SCALE_OUT}
+        calls: Routes = {route: {"POST": self._generation.answer} for route in parsers(self.options)}
         return (
             calls
-            | closed
+            | (self._generating_routes() if self.options.runner == "generate" else {})
             | {
-                "/invocations": {"POST": self._generation.invoke},
-                "/v1/messages/count_tokens": {"POST": self._count_tokens},
                 "/v1/models": {"GET": self._models},
                 "/health": {"GET": self._health},
                 "/ping": {"GET": self._health, "POST": self._health},
@@ -95,6 +92,13 @@ class MockServer:
                 "/detokenize": {"POST": self._detokenize},
             }
         )
+
+    def _generating_routes(self) -> Routes:
+        closed: Routes = {route: {"POST": self._scale_out} for route in _SCALE_OUT}
+        return closed | {
+            "/invocations": {"POST": self._generation.invoke},
+            "/v1/messages/count_tokens": {"POST": self._count_tokens},
+        }
 
     def _mock_routes(self) -> Routes:
         return {

@@ -92,12 +92,14 @@ def _piece_of(number: int) -> str:
     return _bytes_of(number).decode("utf-8", "surrogateescape")
 
 
-def chat_pieces(messages: Sequence[Mapping[str, Any]], tools: object = None) -> list[str]:
-    """The prompt of a conversation: tools, messages, and the head of the reply."""
+def chat_pieces(
+    messages: Sequence[Mapping[str, Any]], tools: object = None, *, reply: bool = True
+) -> list[str]:
+    """The prompt of a conversation: tools, messages, and the head of the reply if there is to be one."""
     found = pieces(_compact(tools)) if tools else []
     for message in messages:
         found += _message_pieces(message)
-    return found + _head("assistant")
+    return found + (_head("assistant") if reply else [])
 
 
 def count_chat(messages: Sequence[Mapping[str, Any]], tools: object = None) -> int:

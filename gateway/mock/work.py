@@ -8,7 +8,10 @@ from gateway.mock.tokenizer import word
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """One sequence as asked for: prompt tokens and the output tokens it will produce, both at least 1."""
+    """One sequence as asked for: prompt tokens, at least 1, and the output tokens it will produce.
+
+    Of a model that pools it is none: the sequence ends when its prompt is computed.
+    """
 
     prompt_tokens: int
     output_tokens: int
@@ -34,7 +37,9 @@ class Request:
 
 @dataclass(slots=True)
 class Token:
-    """One sampled token: `number` counts from 1 within its sequence, `last` ends the sequence."""
+    """One sampled token: `number` counts from 1 within its sequence, `last` ends the sequence.  Where nothing is
+    sampled it stands for the end.
+    """
 
     request_id: str
     index: int

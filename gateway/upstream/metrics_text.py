@@ -29,7 +29,7 @@ def cache_configs(text: str) -> dict[str, CacheConfig]:
             continue
         labels = dict(_LABEL.findall(line))
         configs[labels.get("engine", "")] = CacheConfig(
-            _count(labels.get("num_gpu_blocks")), _count(labels.get("block_size"))
+            _blocks(labels.get("num_gpu_blocks")), _count(labels.get("block_size"))
         )
     return configs
 
@@ -65,6 +65,12 @@ def _sum(known: int | None, line: str) -> int | None:
     except ValueError:
         return known
     return (known or 0) + int(value) if 0 <= value < 2**53 else known
+
+
+def _blocks(value: str | None) -> int | None:
+    """One is the null block alone: what a model states that keeps no KV, such as BERT, has to be configured."""
+    count = _count(value)
+    return None if count == 1 else count
 
 
 def _count(value: str | None) -> int | None:

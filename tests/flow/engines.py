@@ -11,6 +11,7 @@ import uvicorn
 from gateway.mock.engine import EngineConfig
 from gateway.mock.exchange import BreakableProtocol
 from gateway.mock.journal import State
+from gateway.mock.options import Options
 from gateway.mock.server import MockServer, create_app
 
 STREAM_HEAD = (
@@ -141,9 +142,11 @@ class MockEngine:
 
 
 @asynccontextmanager
-async def mock_engine(sizes: EngineConfig, *, speed: float) -> AsyncIterator[MockEngine]:
+async def mock_engine(
+    sizes: EngineConfig, *, speed: float, options: Options | None = None
+) -> AsyncIterator[MockEngine]:
     """A mock engine; its steps take no time where `speed` is infinite."""
-    app = create_app(sizes, speed=speed)
+    app = create_app(sizes, options, speed=speed)
     config = uvicorn.Config(
         app, http=BreakableProtocol, log_config=None, access_log=False, timeout_graceful_shutdown=1
     )

@@ -141,6 +141,8 @@ VARYING = {
     "content", "text", "token", "logprob", "delta",
     # The text of the mock's tokenizer.
     "prompt",
+    # What a model that pools makes of its input.
+    "embedding", "data", "score", "relevance_score",
     # Measured times.
     "time_to_first_token_ms", "generation_time_ms", "queue_time_ms", "mean_itl_ms", "tokens_per_second",
 }  # fmt: skip
@@ -149,7 +151,9 @@ ANY_LENGTH = {"prompt_token_ids", "bytes", "tokens", "token_strs"}
 """Lists whose length the tokenizer decides."""
 TOKENIZED = {"prompt_tokens", "total_tokens", "input_tokens", "original_input_tokens", "count"}
 """Counts that the tokenizer decides where the prompt is a text."""
-ID = re.compile(r"(chatcmpl|cmpl|resp|msg|modelperm)[-_]([0-9a-f]{16}|my-req-42|bodyid7)|tiny|model")
+ID = re.compile(
+    r"(chatcmpl|cmpl|resp|msg|modelperm|embd|pooling|score)[-_]([0-9a-f]{16}|my-req-42|bodyid7)|tiny|model"
+)
 
 
 def difference(expected: Any, actual: Any, path: str = "", *, text_prompt: bool) -> str:

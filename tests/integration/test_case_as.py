@@ -16,6 +16,7 @@ import pytest
 
 from gateway.cli import main
 from gateway.core.outcomes import Code
+from gateway.core.request import Endpoint
 from gateway.http.auth import new_key
 from tests.processes import HANG_SECONDS, GatewayProcess, Mock, World, wait_until, world
 from tests.wire import Answer, Wire, ask, completion, post, soon
@@ -224,8 +225,8 @@ VARIANTS = (
     "/v1\\chat\\completions", "/health/../v1/chat/completions", "/admin/v1/../../v1/completions",
 )  # fmt: skip
 ENGINE_PATHS = (
-    "/responses", "/v1/responses", "/v1/embeddings", "/v1/messages/count_tokens", "/v1/audio/transcriptions",
-    "/v1/score", "/v1/rerank", "/rerank", "/score", "/pooling", "/classify", "/generate", "/invocations",
+    "/responses", "/v1/responses", "/embeddings", "/v1/messages/count_tokens", "/v1/audio/transcriptions",
+    "/v2/score", "/v3/rerank", "/rerank/", "/Score", "/v1/pooling", "/classify", "/generate", "/invocations",
     "/inference/v1/generate", "/tokenize", "/detokenize", "/tokenizer_info", "/v1/load_lora_adapter",
     "/v1/unload_lora_adapter", "/sleep", "/wake_up", "/is_sleeping", "/abort_requests", "/reset_prefix_cache",
     "/collective_rpc", "/server_info", "/load", "/scale_elastic_ep", "/start_profile", "/docs", "/openapi.json",
@@ -283,7 +284,7 @@ async def test_as02_a_path_that_is_not_on_the_list(walled: Walled, path: str, wi
     assert mock.log()["received"] == 0
 
 
-@pytest.mark.parametrize("path", [GENERATING, "/v1/completions"])
+@pytest.mark.parametrize("path", [endpoint.value for endpoint in Endpoint])
 async def test_as02_the_generating_paths_without_a_key(walled: Walled, path: str) -> None:
     gateway, mock = walled
     wrong = ("kvg_wrong", "", gateway.key[:-1], gateway.key.upper(), gateway.key + "x", " ", '""', "null")
@@ -296,7 +297,7 @@ async def test_as02_the_generating_paths_without_a_key(walled: Walled, path: str
     assert mock.log()["received"] == 0
 
 
-@pytest.mark.parametrize("path", [GENERATING, "/v1/completions", "/v1/models"])
+@pytest.mark.parametrize("path", [*(endpoint.value for endpoint in Endpoint), "/v1/models"])
 @pytest.mark.parametrize("method", ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "PROPFIND"])
 async def test_as02_other_methods(walled: Walled, path: str, method: str) -> None:
     gateway, mock = walled

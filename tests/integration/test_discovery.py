@@ -266,6 +266,7 @@ async def test_unreachable_sources_are_forgiven_where_all_numbers_are_configured
         ("", {}),
         (cache_line(engine=None), {"": CacheConfig(256, 32)}),
         (cache_line(blocks=512, size=16, engine="3"), {"3": CacheConfig(512, 16)}),
+        (cache_line(blocks=1), {"0": CacheConfig(None, 32)}),  # it keeps no KV
         (cache_line(blocks="-5", size="1e3"), {"0": CacheConfig(None, None)}),
         (cache_line(blocks="9" * 400, size="²"), {"0": CacheConfig(None, None)}),
         ('vllm:cache_config_info{a="\\"b\\\\",num_gpu_blocks="7",engine="0"} 1', {"0": CacheConfig(7, None)}),

@@ -6,6 +6,7 @@ cannot be repeated is in `NOT_REPEATED`, one that is repeated with an allowance 
 
 import dataclasses
 import json
+import re
 from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
@@ -44,6 +45,8 @@ NOT_REPEATED = {
 }
 SERIES = ["dev_comp1", "dev_comp2_hit", "dev_comp3_salt", "dev_comp4_stream", "dev_prio", "dev_chat_stream"]
 """Recorded one after the other on one server, so that the second one meets the blocks of the first."""
+POOLING, CLASSIFYING = "pool_", "classify_"
+"""Beginnings of the names of captures from models that pool, once converted to embed, once to classify."""
 DEV = [
     *("dev_get_is_paused", "dev_get_is_sleeping", "dev_pause", "dev_resume", "dev_sleep", "dev_wake"),
     "dev_reset_prefix",
@@ -55,6 +58,8 @@ PATHS = {
 }
 """Requests that the recording noted in other words."""
 HEADERS = {"options_chat": [("origin", "http://x"), ("access-control-request-method", "POST")]}
+EMBEDDED_TOO_LONG = {"model": "tiny", "input": [[10] * 4097]}
+IDS = re.compile(rb'"(prompt|input)":\s*\[[\s\[]*[0-9]')
 LONG_TEXT = "def foo " * 4000
 MESSAGES = [{"role": "user", "content": LONG_TEXT}]
 BODIES = {
@@ -78,8 +83,12 @@ BODIES = {
         range(10, 110), echo=True, max_tokens=2, stream=True, stream_options={"include_usage": True}
     ),
     "dev_prio": ids(range(10, 110), echo=True, max_tokens=2, priority=5),
+    "pool_embed_full": json.dumps({"model": "tiny", "input": [[10] * 4096]}).encode(),
+    "pool_embed_too_long": json.dumps(EMBEDDED_TOO_LONG).encode(),
+    "pool_embed_too_long_cut": json.dumps({**EMBEDDED_TOO_LONG, "truncate_prompt_tokens": -1}).encode(),
     # The mock's vocabulary is larger than that of the recorded model.
     "comp_prompt_ids_oov": b'{"model":"tiny","prompt":[10,281474976710656],"max_tokens":3}',
+    "pool_embed_oov": b'{"model":"tiny","input":[10,281474976710656]}',
 }
 """Bodies that the recording cut, in full."""
 ALLOWED = {
@@ -90,6 +99,7 @@ ALLOWED = {
     "chat_default_max": {"completion_tokens"},  # what the prompt leaves of the context
     "err_max_tokens_too_big_comp": {"completion_tokens"},
     "comp_prompt_ids_oov": {"message"},  # names the other id
+    "pool_embed_oov": {"message"},
     "dev_comp4_stream": {"prompt_token_ids"},  # null although it echoes: asked for otherwise than is known
 }
 FIRST_TOKEN_LOST = {"responses_stream"}
@@ -99,6 +109,14 @@ FIRST_TOKEN_LOST = {"responses_stream"}
 def names() -> list[str]:
     found = {path.stem for path in FOLDER.glob("*.txt") if not path.stem.startswith("metrics_")}
     return sorted(found - {*NOT_REPEATED, *SERIES, *DEV})
+
+
+def names_of(kind: str) -> list[str]:
+    return [name for name in names() if name.startswith(kind)]
+
+
+def names_of_generating() -> list[str]:
+    return [name for name in names() if not name.startswith((POOLING, CLASSIFYING))]
 
 
 def capture_of(name: str) -> Capture:
@@ -117,6 +135,20 @@ def plain() -> Iterator[Mock]:
     mock.stop()
 
 
+@pytest.fixture(scope="module")
+def embedding() -> Iterator[Mock]:
+    mock = Mock(*ENGINE, "--runner", "pooling")
+    yield mock
+    mock.stop()
+
+
+@pytest.fixture(scope="module")
+def classifying() -> Iterator[Mock]:
+    mock = Mock(*ENGINE, "--runner", "pooling", "--convert", "classify")
+    yield mock
+    mock.stop()
+
+
 @pytest.fixture
 def developed() -> Iterator[Mock]:
     more = ("--speed", "1", "--dev-mode", "--enable-prompt-tokens-details", "--enable-per-request-metrics")
@@ -125,9 +157,19 @@ def developed() -> Iterator[Mock]:
     mock.stop()
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", names_of_generating())
 def test_the_mock_answers_as_vllm_did(plain: Mock, name: str) -> None:
     compare(capture_of(name), plain.url)
+
+
+@pytest.mark.parametrize("name", names_of(POOLING))
+def test_the_mock_embeds_as_vllm_did(embedding: Mock, name: str) -> None:
+    compare(capture_of(name), embedding.url)
+
+
+@pytest.mark.parametrize("name", names_of(CLASSIFYING))
+def test_the_mock_classifies_as_vllm_did(classifying: Mock, name: str) -> None:
+    compare(capture_of(name), classifying.url)
 
 
 def test_prefix_hits_and_figures_of_one_call_after_the_other(developed: Mock) -> None:
@@ -152,7 +194,7 @@ def compare(capture: Capture, url: str) -> None:
     assert actual.names == expected.names
     for (name, value), (_, other) in zip(expected.headers, actual.headers, strict=True):
         check_header(name, value, other, capture)
-    text_prompt = b'"prompt":[' not in capture.body.replace(b" ", b"") or b'"prompt":["' in capture.body
+    text_prompt = not IDS.search(capture.body)
     allowed = ALLOWED.get(capture.name, set())
     if expected.chunked:
         compare_streams(expected, actual, text_prompt, allowed, capture.name in FIRST_TOKEN_LOST)
