@@ -23,7 +23,6 @@ from gateway.core import quota
 from gateway.core.books import FleetConfig
 from gateway.core.events import Event as Fact
 from gateway.core.lifecycle import Event
-from gateway.core.request import Endpoint
 from gateway.fleetdesk import FleetDesk
 from gateway.flow import Flow
 from gateway.http.admin import create_api
@@ -56,8 +55,6 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
-GENERATING_PATHS = frozenset(endpoint.encode() for endpoint in Endpoint)
-"""Compared with the raw path: a variant that only decodes to one of them is an unknown path."""
 DISCOVERY_SECONDS = 6.0
 """How long a start waits for replicas; those that answer later join later."""
 CUT_SECONDS = 1.0
@@ -394,7 +391,7 @@ class Gateway:
             return await self._lifespan(receive, send)
         if scope["type"] == "websocket":
             return await send({"type": "websocket.close", "code": 1008})
-        if scope["raw_path"] in GENERATING_PATHS:
+        if self._proxy.route(scope):
             return await self._proxy(scope, receive, send)
         given = dict(scope["headers"]).get(b"x-request-id")
         with_id = _with_request_id(send, safe_request_id(given, random_secrets.token_hex(16)))
@@ -578,6 +575,8 @@ def _edge_settings(settings: Settings) -> EdgeSettings:
         classes={c.name: _class_terms(c) for c in settings.classes},
         default_class=settings.default_class,
         retry_share=settings.queue.retry_share,
+        pass_through=frozenset(settings.routes.pass_through),
+        unreserved_max=settings.routes.unreserved_max,
     )
 
 

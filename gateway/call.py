@@ -15,7 +15,7 @@ from gateway.core.lifecycle import Event, Phase, Step
 from gateway.core.order import ASKED_BACK, PLACE_ONLY, POOL_SHARE_SCALE
 from gateway.core.outcomes import Code, Outcome, Refusal
 from gateway.core.quota import AllFleets, Charge, Quota
-from gateway.core.request import GenerationRequest
+from gateway.core.request import GenerationRequest, Request
 from gateway.core.route import KeyLimits
 from gateway.core.sse import Usage
 from gateway.ledger.api import Admission, Grant, Ledger
@@ -56,7 +56,7 @@ class Call:
 
     request_id: str
     """The client's own, or ours: for logs and the answer."""
-    request: GenerationRequest
+    request: Request
     headers: Headers
     """For the engine, already filtered; they carry an id of ours."""
     fleet: Fleet
@@ -102,6 +102,12 @@ class Call:
     waited: bool = False
     """It was refused after it had a ticket."""
     interrupted: Event | None = None
+
+    @property
+    def generation(self) -> GenerationRequest:
+        """Of a call that holds blocks."""
+        assert isinstance(self.request, GenerationRequest)
+        return self.request
 
     def advance(self, event: Event) -> Step:
         """Take the step that the table has for the event."""

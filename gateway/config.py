@@ -23,6 +23,7 @@ from msgspec.structs import replace
 
 from gateway.core.headers import FOR_ENGINES
 from gateway.core.outcomes import OperatorError
+from gateway.core.request import UNRESERVED, Endpoint
 
 INT_MAX = 2**31 - 1
 NAME_LENGTH_MAX = 40
@@ -46,6 +47,12 @@ QueueDepth = Annotated[int, Meta(ge=0, le=100_000)]
 KeyShare = Annotated[float, Meta(gt=0, le=1)]
 RetryShare = Annotated[float, Meta(ge=0, le=10)]
 
+
+_PATH = re.compile(r"/[A-Za-z0-9._~/-]{1,255}").fullmatch
+_OWN_PATHS = frozenset(
+    {*Endpoint, *UNRESERVED, "/v1/models", "/health", "/ping", "/version", "/metrics", "/admin"}
+)
+_OWN_FOLDERS = ("/health/", "/admin/", "/v1/responses")
 
 VALUES_MAX = 5_000_000
 """Of one file, each as often as it is named: a hundred thousand keys with all their settings are fewer."""
@@ -140,6 +147,15 @@ class Server(_Strict, frozen=True, kw_only=True):
     n_max: Annotated[int, Meta(ge=1, le=128)] = 16
 
 
+class Routes(_Strict, frozen=True, kw_only=True):
+    """What reaches an engine without a reservation."""
+
+    pass_through: Annotated[tuple[str, ...], Meta(max_length=64)] = ()
+    """Paths beside those that are known."""
+    unreserved_max: Annotated[int, Meta(ge=1, le=100_000)] = 64
+    """Such calls of one process under way at once."""
+
+
 class Queue(_Strict, frozen=True, kw_only=True):
     depth_max: QueueDepth = 1_000
     seconds_max: Seconds = 30
@@ -225,6 +241,7 @@ class Settings(_Strict, frozen=True, kw_only=True):
     answers: Answers = Answers()
     auth: Auth = Auth()
     server: Server = Server()
+    routes: Routes = Routes()
     queue: Queue = Queue()
     classes: Annotated[tuple[PriorityClass, ...], Meta(min_length=1, max_length=8)]
     upstream: Upstream = Upstream()
@@ -864,11 +881,23 @@ def _check(settings: Settings) -> None:
         raise ConfigError("answers.keepalive_seconds", f"{shown:g} is not supported yet, only 0 (off)")
     for path, access in _accesses(settings):
         _check_access(access, path)
+    _check_pass_through(settings.routes.pass_through)
     _check_classes(settings.classes)
     _check_urls_across(settings.fleets)
     for i, fleet in enumerate(settings.fleets):
         _check_fleet(fleet, f"fleets[{i}]")
     _check_names_across(settings.fleets)
+
+
+def _check_pass_through(paths: tuple[str, ...]) -> None:
+    for i, path in enumerate(paths):
+        setting = f"routes.pass_through[{i}]"
+        if not _PATH(path) or any(part in ("", ".", "..") for part in path.split("/")[1:]):
+            raise ConfigError(setting, f"has to be a whole path, such as /classify, got {path!r}")
+        if path in _OWN_PATHS or path.startswith(_OWN_FOLDERS):
+            raise ConfigError(setting, f"{path} is answered by kvgate already")
+        if path in paths[:i]:
+            raise ConfigError(setting, f"{path} is there twice")
 
 
 def _check_trusted_header(header: TrustedHeader) -> None:

@@ -41,6 +41,7 @@ UNKNOWN_TRIES = 3
 takes longer than reading the configuration anew, the call asks anew: excluding what it does not know yet, it might
 exclude all that there is, and nobody behind it in its flow would start.
 """
+NOBODY_ANSWERS = Refusal(Code.NO_BACKEND, "no replica of the model answers", retry_ms=1000)
 ATTEMPTS_MAX = 2
 """A second replica is tried once, while nothing was forwarded."""
 
@@ -70,6 +71,8 @@ class Flow:
     async def _serve(self, call: Call, client: Client) -> Refusal | Step | None:
         """None when the answer was passed on whole; else what the client is still owed."""
         await self._turns.take()
+        if not call.request.holds_blocks:
+            return await self._pass_on(call, client)
         demand = await self._estimate(call)
         if isinstance(demand, Refusal):
             return demand
@@ -120,7 +123,7 @@ class Flow:
 
     async def _estimate(self, call: Call) -> Demand | Refusal:
         """The call's demand; hopeless and saturated calls are refused on bytes, before their tokens are counted."""
-        shape, request, limits = call.fleet.engines.shape(), call.request, call.terms.limits
+        shape, request, limits = call.fleet.engines.shape(), call.generation, call.terms.limits
         asks: Sequence[Outlook] = ()
         if self._refused_lately(call) or len(request.body) > COUNTED_AT_ONCE_BYTES_MAX:
             low, high = token_bounds(request, shape.token_factor)
@@ -150,7 +153,7 @@ class Flow:
         `Idempotency-Key` is to hear of the first one, which the store says only when it admits.
         """
         ask = bool(asks) and not call.once
-        counting = Begun(self._count_all(call.request.prompts, call.fleet.engines.shape().token_factor))
+        counting = Begun(self._count_all(call.generation.prompts, call.fleet.engines.shape().token_factor))
         try:
             if not (counting.suspended and ask):
                 return await counting.rest()
@@ -181,6 +184,45 @@ class Flow:
         counted = await self._counter.count(prompt.texts)
         return Counted(prompt_tokens(prompt, counted.tokens, factor), counted.exact)
 
+    # -- calls that hold no blocks -------------------------------------------------------------------------------
+
+    async def _pass_on(self, call: Call, client: Client) -> Refusal | Step | None:
+        """As `_serve`: to any replica that answers, however full it is."""
+        call.advance(Event.COUNTED)
+        try:
+            while True:
+                replica = call.fleet.engines.any_up(call.tried)
+                if replica is None:
+                    return NOBODY_ANSWERS
+                failure = await self._ask(call, replica, client)
+                if failure is None or failure.action is not Action.MOVE:
+                    return failure
+        finally:
+            call.relay = None  # the two would stay until the collector comes round
+
+    async def _ask(self, call: Call, replica: str, client: Client) -> Step | None:
+        """One attempt.  None when the answer is complete."""
+        call.advance(Event.GRANTED)
+        call.grant = Grant(replica, queue_ms=0, queued=False)
+        call.sent_at = time.monotonic()
+        call.relay = relay = client.relay(call, lambda: None)
+        engines, asked = call.fleet.engines, call.request
+        access = engines.access(replica)
+        headers = [*call.headers, *access.headers]
+        request = UpstreamRequest(
+            engines.url(replica), asked.path, headers, asked.body, method=asked.method, tls=access.tls
+        )
+        try:
+            await self._exchange(request, relay)
+        except UpstreamFailed as failed:
+            call.tried.append(replica)
+            if failed.connecting:  # what else fails here says nothing of how the engine generates
+                engines.report_failure(replica, failed.trouble)
+            may_repeat = asked.repeatable or failed.connecting
+            return _moved_or_failed(call, failed, may_repeat and engines.any_up(call.tried) is not None)
+        call.advance(Event.ENDED)
+        return None
+
     # -- stream --------------------------------------------------------------------------------------------------
 
     async def _stream(
@@ -192,11 +234,11 @@ class Flow:
         call.sent_at = time.monotonic()
         relay = client.relay(call, partial(self._first_token, call, demand, grant, reservation))
         call.relay = relay
-        engines, body = call.fleet.engines, forward(call.request, demand.output_tokens)
+        engines, body = call.fleet.engines, forward(call.generation, demand.output_tokens)
         access = engines.access(grant.replica)
         headers = [*call.headers, *access.headers]
         request = UpstreamRequest(
-            engines.url(grant.replica), call.request.endpoint, headers, body, tls=access.tls
+            engines.url(grant.replica), call.request.path, headers, body, tls=access.tls
         )
         prefill_over = self._end_prefill_later(call, demand, grant, reservation)
         try:
@@ -236,7 +278,7 @@ class Flow:
 
         What generates nothing is all prefill: its share ends with its answer.
         """
-        if call.request.stream or not demand.prefill or not call.request.endpoint.generates:
+        if call.request.stream or not demand.prefill or not call.generation.endpoint.generates:
             return None
         seconds = self._prefill_times.seconds(grant.replica, demand.prefill)
         return asyncio.get_running_loop().call_later(seconds, reservation.first_token)
@@ -281,8 +323,13 @@ def _failed(call: Call, demand: Demand, grant: Grant, failed: UpstreamFailed) ->
     call.tried.append(grant.replica)
     engines = call.fleet.engines
     engines.report_failure(grant.replica, failed.trouble)
-    may_move = call.status == 0 and len(call.tried) < ATTEMPTS_MAX
-    if may_move and engines.another_can_hold(demand.lane, call.tried, demand.blocks, demand.sequences):
+    others = engines.another_can_hold(demand.lane, call.tried, demand.blocks, demand.sequences)
+    return _moved_or_failed(call, failed, others)
+
+
+def _moved_or_failed(call: Call, failed: UpstreamFailed, others: bool) -> Step:
+    """`others` may be asked."""
+    if others and call.status == 0 and len(call.tried) < ATTEMPTS_MAX:
         return call.advance(Event.TIMED_OUT if failed.timed_out else Event.FAILED)
     return call.advance(Event.TIMED_OUT_FOR_GOOD if failed.timed_out else Event.FAILED_FOR_GOOD)
 
@@ -317,10 +364,10 @@ def units_used(call: Call, demand: Demand) -> Units:
 
 def unshared_blocks_used(call: Call, demand: Demand) -> int | None:
     """From the engine's `usage`; None where it sent none."""
-    usage, prompts = call.usage, call.request.prompt_count
+    usage, prompts = call.usage, call.generation.prompt_count
     if usage is None or usage.completion_tokens is None:
         return None
-    if not call.request.endpoint.generates:
+    if not call.generation.endpoint.generates:
         each = -(-usage.prompt_tokens // prompts)
         return min(demand.blocks, demand.sequences * inputs_blocks([each], demand.block_size))
     return used_blocks(

@@ -30,6 +30,8 @@ class CallEnded(msgspec.Struct, frozen=True, kw_only=True):
     """When to come back, as the client was told."""
     refusal_ms: float | None
     """Last body byte read to answer written, for refusals that never queued."""
+    reserves: bool = True
+    """False for a call that needs no blocks, and so never waits for any."""
     queue_ms: float = 0
     predicted_ms: int | None = None
     """What the store expected a call to wait that got a ticket, and then a place."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from enum import StrEnum
+from typing import ClassVar
 
 import msgspec
 
@@ -60,6 +61,12 @@ class Endpoint(StrEnum):
         return Dialect.ANTHROPIC if self is Endpoint.MESSAGES else Dialect.OPENAI
 
 
+UNRESERVED = {
+    "/tokenize": Dialect.OPENAI,
+    "/detokenize": Dialect.OPENAI,
+    "/v1/messages/count_tokens": Dialect.ANTHROPIC,
+}
+"""What an engine answers without a block: its tokenizer does."""
 LIMIT_FIELDS = {
     Endpoint.CHAT: ("max_completion_tokens", "max_tokens"),
     Endpoint.COMPLETIONS: ("max_tokens",),
@@ -70,14 +77,31 @@ LIMIT_FIELDS = {
 """
 
 
-class GenerationRequest(msgspec.Struct, frozen=True):
-    endpoint: Endpoint
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """What a client asks of an engine; alone, of one that needs no blocks for it."""
+
+    holds_blocks: ClassVar[bool] = False
+    path: str
+    """On the engine, with the query."""
+    dialect: Dialect
     body: bytes
     """As the client sent it."""
     model: str | None
-    stream: bool
-    include_usage_asked: bool
+    method: str = "POST"
+    stream: bool = False
+    include_usage_asked: bool = True
     """The client itself asked for the usage frame at the end of its stream."""
+    priority: int = 0
+    """vLLM's: a higher number is less urgent, 0 is usual."""
+    repeatable: bool = True
+    """Another engine may be asked after one that may have begun."""
+
+
+class GenerationRequest(Request, frozen=True, kw_only=True):
+    """A call that takes blocks for its prompts, and for what it generates if it does."""
+
+    holds_blocks: ClassVar[bool] = True
+    endpoint: Endpoint
     output_limit: int | None
     """What the client allows one sequence to generate; None where it leaves that open."""
     limit_field: str
@@ -89,8 +113,6 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     truncate_prompt_tokens: int | None
     """The engine cuts longer prompts to this; -1: to what its context leaves beside the output limit."""
     sequences_per_prompt: int
-    priority: int
-    """vLLM's: a higher number is less urgent, 0 is usual."""
     prompts: tuple[Prompt, ...]
     """What is counted.  Without a `layout` each is a prompt of the engine's."""
     prompt_field: str
@@ -125,6 +147,17 @@ def parse(endpoint: Endpoint, body: bytes, n_max: int) -> GenerationRequest | Re
         return refused.refusal
 
 
+def read_passed(
+    path: str, dialect: Dialect, body: bytes, *, method: str = "POST", repeatable: bool = True
+) -> Request | Refusal:
+    """A JSON body of which only the model matters here."""
+    try:
+        model = _read_model(read_members(body))
+    except Refused as refused:
+        return refused.refusal
+    return Request(path=path, dialect=dialect, body=body, model=model, method=method, repeatable=repeatable)
+
+
 def forward(request: GenerationRequest, output_limit: int) -> bytes:
     """The client's bytes with `output_limit` written in, and usage asked for on a stream; nothing else."""
     if not request.endpoint.generates:
@@ -151,6 +184,8 @@ def _parse(endpoint: Endpoint, body: bytes, n_max: int) -> GenerationRequest:
         message = f"{len(prompts)} prompts of {per_prompt} sequences each; a call may have {SEQUENCES_MAX}."
         raise Refused(Code.TOO_MANY_SEQUENCES, message, "n" if len(prompts) == 1 else "prompt")
     return GenerationRequest(
+        path=endpoint.value,
+        dialect=endpoint.dialect,
         endpoint=endpoint,
         body=body,
         model=_read_model(members),
@@ -179,6 +214,8 @@ def _parse_message(body: bytes) -> GenerationRequest:
     _check_transfers(members)
     limit = members[limit_field]
     return GenerationRequest(
+        path=endpoint.value,
+        dialect=endpoint.dialect,
         endpoint=endpoint,
         body=body,
         model=_read_model(members),
@@ -203,6 +240,8 @@ def _parse_inputs(endpoint: Endpoint, body: bytes) -> GenerationRequest:
     _check_transfers(members)
     inputs = _read_inputs(endpoint, members)
     return GenerationRequest(
+        path=endpoint.value,
+        dialect=endpoint.dialect,
         endpoint=endpoint,
         body=body,
         model=_read_model(members),

@@ -29,7 +29,7 @@ from gateway.core.identity import (
 from gateway.core.lifecycle import Event, Phase
 from gateway.core.outcomes import Code, Outcome, Refusal
 from gateway.core.quota import Units
-from gateway.core.request import Endpoint, GenerationRequest, parse
+from gateway.core.request import Request
 from gateway.core.retries import RETRY_COUNT, Appointments, RetryBudgets, read_retry_count
 from gateway.core.route import KeyLimits
 from gateway.core.urgency import DEADLINE, PRIORITY, lowered_class, read_deadline
@@ -46,7 +46,9 @@ from gateway.http.body import (
     read_body,
 )
 from gateway.http.errors import Answer, Send, answer_of, error_event, safe_request_id, send_answer
+from gateway.http.passages import Passages
 from gateway.http.relay import WRITER, AnswerCutOff, AnswerRelay, Writer
+from gateway.http.routes import Route, find_route
 from gateway.ledger.api import Cut
 from gateway.steps import Begun
 
@@ -72,7 +74,6 @@ NO_REQUESTS, NO_REQUESTS_AT_ALL = (
     Refusal(Code.QUOTA_EXCEEDED, f"the key would hold 1, its {section}.requests_max is 0")
     for section in (quota.LIMITS, quota.ALL_FLEETS_LIMITS)
 )
-_ENDPOINTS = {endpoint.value: endpoint for endpoint in Endpoint}
 DRAINING = Refusal(Code.DRAINING, "this gateway is shutting down", retry_ms=1000)
 
 
@@ -101,6 +102,10 @@ class EdgeSettings:
     default_class: str
     retry_share: float
     """Retries of a key that are queued for each of its first attempts."""
+    pass_through: frozenset[str] = frozenset()
+    """Paths that lead to an engine beside those that are known."""
+    unreserved_max: int = 64
+    """Calls that reserve nothing, under way at once."""
 
 
 class Calls:
@@ -197,14 +202,16 @@ class _Visit:
     began: float
     """When it arrived, then when its last byte was read."""
     share: BodyShare
-    route: str
+    route: Route
+    passage: str = ""
+    """The key that a place among the calls that reserve nothing was taken for."""
     model: str = ""
     key: Key | None = None
     reported: bool = False
 
 
 class Proxy:
-    """The ASGI application of the generating endpoints."""
+    """The ASGI application of the paths that lead to an engine."""
 
     def __init__(
         self,
@@ -224,6 +231,7 @@ class Proxy:
         self._only_fleet = next(iter(different.values())) if len(different) == 1 else None
         self._settings = settings
         self._bodies = BodyBudget(settings.bodies_bytes_max)
+        self._passages = Passages(settings.unreserved_max)
         self._retries = RetryBudgets(settings.retry_share)
         self._appointments = Appointments()
         self._calls = calls
@@ -237,15 +245,23 @@ class Proxy:
         self._settings = settings
         self._bodies.bytes_max = settings.bodies_bytes_max
         self._retries.share = settings.retry_share
+        self._passages.most = settings.unreserved_max
+
+    def route(self, scope: Scope) -> Route | None:
+        """None for a path that leads to no engine."""
+        return find_route(scope["raw_path"], self._settings.pass_through)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Of a path that leads to an engine."""
+        route = self.route(scope)
+        assert route is not None
         headers = dict(scope["headers"])
         own_id = self._new_id()
         request_id = safe_request_id(headers.get(b"x-request-id"), own_id)
         writer = scope.get("extensions", {}).get(WRITER)
         share = self._bodies.share()
         incoming, now = Incoming(receive), time.monotonic()
-        visit = _Visit(request_id, own_id, incoming, send, writer, now, now, share, scope["path"])
+        visit = _Visit(request_id, own_id, incoming, send, writer, now, now, share, route)
         try:
             await self._visit(visit, scope, headers)
         except ClientLeft:
@@ -259,6 +275,8 @@ class Proxy:
             await self._refuse_early(visit, Refusal(Code.INTERNAL_ERROR, ""), close=True)
         finally:
             visit.share.give_back()
+            if visit.passage:
+                self._passages.give_back(visit.passage)
             if not visit.reported:
                 self._report_early(visit, None, Outcome.CANCELLED, Code.CLIENT_DISCONNECT, 499)
 
@@ -284,8 +302,9 @@ class Proxy:
 
     def _refuse_unread(self, visit: _Visit, scope: Scope, headers: Mapping[bytes, bytes]) -> Refusal | None:
         """What is refused before a byte of the body is read."""
-        if scope["method"] != "POST":
-            return Refusal(Code.METHOD_NOT_ALLOWED, f"{scope['path']} takes POST")
+        if scope["method"] not in visit.route.methods:
+            methods = " and ".join(visit.route.methods)
+            return Refusal(Code.METHOD_NOT_ALLOWED, f"{visit.route.name} takes {methods}")
         now_ms = int(time.time() * 1000)
         visit.key = self._keys.find(scope, headers, now_ms)
         if visit.key is None:
@@ -301,7 +320,7 @@ class Proxy:
         locked = _locked(visit.key)
         if locked:
             return locked
-        request = await _parse(_ENDPOINTS[scope["path"]], body, self._settings.n_max)
+        request = await _read(visit.route, scope, body, self._settings.n_max)
         if isinstance(request, Refusal):
             return request
         if self._calls.draining:
@@ -318,7 +337,12 @@ class Proxy:
         terms = self._terms_of(visit.key, request.priority, headers)
         if isinstance(terms, Refusal):
             return terms
-        identity = Identity(visit.key.name, request.endpoint, body)
+        if not request.holds_blocks:
+            refusal = self._passages.take(visit.key.name)
+            if refusal:
+                return refusal
+            visit.passage = visit.key.name
+        identity = Identity(visit.key.name, visit.route.name, body)
         call = Call(
             visit.request_id, request, passed, fleet, terms, visit.began, task, identity, visit.arrived
         )
@@ -337,7 +361,7 @@ class Proxy:
         call.asked_back = call.retry_count > 0 and self._appointments.keep(name, now_ms)
         return None
 
-    def _fleet_of(self, request: GenerationRequest, key: Key) -> Fleet | Refusal:
+    def _fleet_of(self, request: Request, key: Key) -> Fleet | Refusal:
         """Without a model name the only fleet is meant, as vLLM means its only model."""
         if request.model is None and self._only_fleet:
             return self._cleared(self._only_fleet, self._only_fleet.engines.shape().model, key)
@@ -389,9 +413,8 @@ class Proxy:
             await visit.send({"type": "http.response.body", "body": b""})
 
     def _answer(self, visit: _Visit, refusal: Refusal) -> Answer:
-        return answer_of(
-            refusal, self._settings.overload_status, self._jitter(), dialect=_ENDPOINTS[visit.route].dialect
-        )
+        allow, dialect = ", ".join(visit.route.methods), visit.route.dialect
+        return answer_of(refusal, self._settings.overload_status, self._jitter(), allow, dialect)
 
     # -- the call ------------------------------------------------------------------------------------------------
 
@@ -429,8 +452,9 @@ class Proxy:
                 (b"x-kvgate-reserved-blocks", b"%d" % call.demand.blocks),
                 (b"x-kvgate-output-limit", b"%d" % call.demand.output_tokens),
                 (b"x-kvgate-queue-ms", b"%d" % waited_ms),
-                (b"x-kvgate-pool", call.fleet.engines.pool(call.grant.replica).encode()),
             ]
+        if call.grant:
+            headers.append((b"x-kvgate-pool", call.fleet.engines.pool(call.grant.replica).encode()))
             if self._settings.show_replica:
                 headers.append((b"x-kvgate-replica", call.grant.replica.encode()))
             if call.grant.queued:
@@ -467,7 +491,7 @@ class Proxy:
         self._observer(
             CallEnded(
                 request_id=call.request_id,
-                route=visit.route,
+                route=visit.route.name,
                 model=visit.model or call.fleet.engines.shape().model,
                 fleet=call.fleet.name,
                 lane=demand.lane if demand else "",
@@ -493,6 +517,7 @@ class Proxy:
                 output_tokens_estimated=charged.output_tokens,
                 output_tokens=usage.completion_tokens if usage else None,
                 duration_ms=duration_ms,
+                reserves=call.request.holds_blocks,
             )
         )
 
@@ -506,7 +531,7 @@ class Proxy:
         self._observer(
             CallEnded(
                 request_id=visit.request_id,
-                route=visit.route,
+                route=visit.route.name,
                 model=visit.model,
                 key=key.name if key else "",
                 group=(key.group or "") if key else "",
@@ -542,7 +567,7 @@ class _HttpClient:
             raise AnswerCutOff
         last: dict[str, Any] = {
             "type": "http.response.body",
-            "body": self._relay.relayable_failure or error_event(refusal, call.request.endpoint.dialect),
+            "body": self._relay.relayable_failure or error_event(refusal, call.request.dialect),
         }
         await _last_write(self._visit.send(last))
 
@@ -556,11 +581,11 @@ def _locked(key: Key) -> Refusal | None:
     return None
 
 
-async def _parse(endpoint: Endpoint, body: bytes, n_max: int) -> GenerationRequest | Refusal:
+async def _read(route: Route, scope: Scope, body: bytes, n_max: int) -> Request | Refusal:
     """Nothing is held yet: a cancelled wait leaves a thread that ends by itself."""
     if len(body) <= PARSE_INLINE_BYTES_MAX:
-        return parse(endpoint, body, n_max)
-    return await asyncio.to_thread(parse, endpoint, body, n_max)
+        return route.read(scope, body, n_max)
+    return await asyncio.to_thread(route.read, scope, body, n_max)
 
 
 def _now_ms() -> int:

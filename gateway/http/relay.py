@@ -71,7 +71,7 @@ class AnswerRelay:
     """Implements `Relay` for one attempt."""
 
     __slots__ = (
-        "_call", "_event_times", "_first_at", "_first_token", "_headers", "_held", "_observer",
+        "_at_once", "_call", "_event_times", "_first_at", "_first_token", "_headers", "_held", "_observer",
         "_own_headers", "_send", "_status", "_stream", "_writer",
     )  # fmt: skip
 
@@ -93,6 +93,8 @@ class AnswerRelay:
         self._status = 0
         self._headers: list[tuple[bytes, bytes]] = []
         self._stream: StreamInspector | None = None
+        self._at_once = False
+        """A stream of which nothing is known: nothing of it is held back."""
         self._held = bytearray()
         self._first_at = 0.0
         self._event_times: list[float] = []
@@ -125,14 +127,20 @@ class AnswerRelay:
 
     @property
     def _is_anthropics(self) -> bool:
-        return self._call.request.endpoint.dialect is Dialect.ANTHROPIC
+        return self._call.request.dialect is Dialect.ANTHROPIC
+
+    @property
+    def _judges(self) -> bool:
+        """Of a call that holds no blocks the answer is the engine's affair."""
+        return self._call.request.holds_blocks
 
     @property
     def _is_binary(self) -> bool:
         """Embeddings as bytes, which say nothing of themselves."""
         media_type = dict(self._headers).get(b"content-type", b"")
         return (
-            media_type.startswith(b"application/octet-stream") and not self._call.request.endpoint.generates
+            media_type.startswith(b"application/octet-stream")
+            and not self._call.generation.endpoint.generates
         )
 
     def _inspector(self) -> StreamInspector:
@@ -141,14 +149,15 @@ class AnswerRelay:
         return StreamInspector(drop_usage=not self._call.request.include_usage_asked)
 
     async def head(self, status: int, headers: Headers) -> None:
-        if status >= 500:
+        if status >= 500 and self._call.request.repeatable:
             trouble = Trouble.BUSY if status == 503 else Trouble.BROKEN
             raise UpstreamFailed(f"the engine answered {status}", trouble=trouble)
         self._status = status
         self._headers = list(headers)
         content_type = dict(headers).get(b"content-type", b"")
-        if status == 200 and content_type.startswith(b"text/event-stream"):
-            self._stream = self._inspector()
+        if content_type.startswith(b"text/event-stream"):
+            self._at_once = not self._judges
+            self._stream = self._inspector() if status == 200 and self._judges else None
 
     def take(self, data: bytes) -> bool:
         stream, writer, call = self._stream, self._writer, self._call
@@ -199,7 +208,7 @@ class AnswerRelay:
         await self._write({"type": "http.response.body", "body": b""})
 
     async def _hold(self, data: bytes) -> None:
-        if self._call.status:
+        if self._call.status or self._at_once:
             return await self._forward(data)
         self._held += data
         if len(self._held) > ANSWER_BYTES_MAX:
@@ -209,13 +218,13 @@ class AnswerRelay:
         if self._call.status:
             return await self._write({"type": "http.response.body", "body": b""})
         body = bytes(self._held)
-        if self._status == 200 and not self._is_binary:
+        if self._status == 200 and self._judges and not self._is_binary:
             facts = inspect_message(body) if self._is_anthropics else inspect_answer(body)
             if facts.failure:
                 raise _failed(facts.failure)
             self._call.usage = facts.usage
             if (
-                facts.usage and not self._call.request.endpoint.generates
+                facts.usage and not self._call.generation.endpoint.generates
             ):  # of scores no output is told at all
                 self._call.usage = msgspec.structs.replace(facts.usage, completion_tokens=0)
         self._headers.append((b"content-length", b"%d" % len(body)))

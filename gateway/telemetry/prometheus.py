@@ -175,7 +175,7 @@ class Metrics:
         self._counted.calls.add((event.outcome.value, reason, pool, class_, fleet))
         if event.refusal_ms is not None:
             self._counted.refusals.add((fleet, reason), event.refusal_ms / 1_000)
-        elif fleet:
+        elif fleet and event.reserves:
             lane = self._known.pool(event.fleet, event.lane)  # a lane has the name of a pool
             self._counted.waits.add((*lane, class_), event.queue_ms / 1_000)
             if event.predicted_ms:

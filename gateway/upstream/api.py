@@ -130,6 +130,10 @@ class Engines(Protocol):
         """Empty for a replica that is not known."""
         ...
 
+    def any_up(self, tried: Sequence[str]) -> str | None:
+        """A replica that answers and was not tried yet, another one each time, who rests comes last."""
+        ...
+
     def another_can_hold(self, lane: str, tried: Sequence[str], blocks: int, sequences: int) -> bool:
         """Whether a replica of the lane answers, is large enough and was not tried yet."""
         ...

@@ -48,6 +48,8 @@ class WatchedEngines:
         """Of replicas that the last reload took out: their streams go on."""
         self._urls = {state.spec.name: state.spec.url for state in watch.states()}
         self._accesses = {state.spec.name: state.spec.access for state in watch.states()}
+        self._asked_last = ""
+        """For what needs no blocks."""
 
     def changed(self) -> None:
         self._shape = None
@@ -77,6 +79,14 @@ class WatchedEngines:
 
     def pool(self, replica: str) -> str:
         return self._pools.get(replica) or self._pools_before.get(replica, "")
+
+    def any_up(self, tried: Sequence[str]) -> str | None:
+        names = [state.spec.name for state in self._watch.states()]
+        turn = names.index(self._asked_last) + 1 if self._asked_last in names else 0
+        able = [n for n in names[turn:] + names[:turn] if n not in tried and self._watch.is_up(n)]
+        awake = [name for name in able if not self._watch.why_it_rests(name)]
+        self._asked_last = next(iter(awake or able), self._asked_last)
+        return self._asked_last if able else None
 
     def another_can_hold(self, lane: str, tried: Sequence[str], blocks: int, sequences: int) -> bool:
         pools = self._plan.lanes[lane]

@@ -28,6 +28,8 @@ class Visitor:
         body: Mapping[str, Any] | bytes,
         *,
         path: str = CHAT,
+        method: str = "POST",
+        query: str = "",
         headers: Mapping[str, str] | None = None,
         pieces: int = 1,
         leave_after_receives: int = NEVER,
@@ -46,7 +48,10 @@ class Visitor:
         self.begun = asyncio.Event()
         """The first byte of the answer's body is there."""
         self._app = app
-        self._scope = _scope(path, headers or {})
+        self._scope = _scope(path, headers or {}) | {
+            "method": method,
+            "query_string": query.encode("latin-1"),
+        }
         self._pieces = _cut(body if isinstance(body, bytes) else json.dumps(body).encode(), pieces)
         self._left = asyncio.Event()
         self._over = asyncio.Event()

@@ -56,11 +56,11 @@ class Peer:
         """Bytes that the transport and the kernel have taken off us."""
         self.gone = asyncio.Event()
 
-    async def request(self) -> bytes:
-        """Read one request whole; returns its body."""
-        head = (await self.reader.readuntil(b"\r\n\r\n")).lower()
-        length = next(int(line[15:]) for line in head.split(b"\r\n") if line.startswith(b"content-length:"))
-        return await self.reader.readexactly(length)
+    async def request(self) -> tuple[str, bytes]:
+        """Read one request whole; returns its first line and its body."""
+        line, *head = (await self.reader.readuntil(b"\r\n\r\n")).split(b"\r\n")
+        lengths = [int(field[15:]) for field in head if field.lower().startswith(b"content-length:")]
+        return line.decode(), await self.reader.readexactly(sum(lengths))
 
     async def send(self, *parts: bytes) -> None:
         for part in parts:
@@ -91,6 +91,8 @@ class RawEngine:
         self.peers: list[Peer] = []
         self.bodies: list[bytes] = []
         """Of the requests, in the order of arrival."""
+        self.lines: list[str] = []
+        """The first line of each."""
 
 
 @asynccontextmanager
@@ -105,7 +107,9 @@ async def raw_engine(script: Script) -> AsyncIterator[RawEngine]:
         assert task is not None
         tasks.add(task)
         with suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
-            here.bodies.append(await peer.request())
+            line, body = await peer.request()
+            here.lines.append(line)
+            here.bodies.append(body)
             await script(peer)
         peer.gone.set()
         writer.close()

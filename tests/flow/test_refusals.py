@@ -297,7 +297,7 @@ async def test_the_loop_goes_on_while_a_long_body_is_parsed(
         parsed.append(turns - before)
         return request
 
-    monkeypatch.setattr("gateway.http.proxy.parse", counted)
+    monkeypatch.setattr("gateway.http.routes.parse", counted)
     async with gateway(store_url, {"a": NOWHERE}) as world:
         turning = asyncio.create_task(turn())
         await world.visit(body)
@@ -316,7 +316,7 @@ async def test_a_client_that_leaves_during_a_parse_leaves_nothing(
         end.wait()
         return parse(*arguments)
 
-    monkeypatch.setattr("gateway.http.proxy.parse", held)
+    monkeypatch.setattr("gateway.http.routes.parse", held)
     async with gateway(store_url, {"a": NOWHERE}) as world:
         visit = asyncio.create_task(world.visit(NASTY))
         await begun.wait()
@@ -336,7 +336,7 @@ async def test_a_drain_during_a_parse_comes_first(store_url: str, monkeypatch: p
             loop.call_soon_threadsafe(world.calls.drain)
             return parse(*arguments)
 
-        monkeypatch.setattr("gateway.http.proxy.parse", drained)
+        monkeypatch.setattr("gateway.http.routes.parse", drained)
         visitor = await world.visit(NASTY)
         assert (visitor.status, visitor.json["error"]["code"]) == (503, "draining")
         await world.quiet()

@@ -5,6 +5,7 @@ import itertools
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -79,6 +80,9 @@ class Replicas:
     def is_up(self, name: str) -> bool:
         return name not in self.down
 
+    def why_it_rests(self, name: str) -> None:
+        return None
+
     def report_failure(self, name: str, trouble: Trouble) -> None:
         self.failures.append((name, trouble))
 
@@ -143,6 +147,7 @@ class World:
             "no call is in flight",
         )
         assert self.app._bodies._held == 0, "bytes of bodies are counted that nobody has"
+        assert self.app._passages.count == 0, "a place is taken that nobody has"
         for ledger in ledgers:
             self._hold_nothing(ledger.fleet)
 
@@ -215,6 +220,8 @@ async def gateway(
     wait_ms: int = 20_000,
     key: Key | None = None,
     now: Callable[[], float] | None = None,
+    pass_through: Sequence[str] = (),
+    unreserved_max: int = 64,
 ) -> AsyncIterator[World]:
     """`urls` and `blocks` (`num_gpu_blocks`, 1,001 by default) by replica; all replicas are of one pool, `short`."""
     name = f"fleet-{next(_fleet_numbers)}"
@@ -240,7 +247,11 @@ async def gateway(
         Flow(counter, upstream, limits_ledger),
         Callers(Keyring((), key or anonymous("normal"))),
         {"demo": Fleet(name, engines, ledger)},
-        _settings(wait_ms, queue_max),
+        replace(
+            _settings(wait_ms, queue_max),
+            pass_through=frozenset(pass_through),
+            unreserved_max=unreserved_max,
+        ),
         calls,
         facts.append,
         jitter=lambda: 1.0,

@@ -16,7 +16,7 @@ import pytest
 
 from gateway.cli import main
 from gateway.core.outcomes import Code
-from gateway.core.request import Endpoint
+from gateway.core.request import UNRESERVED, Endpoint
 from gateway.http.auth import new_key
 from tests.processes import HANG_SECONDS, GatewayProcess, Mock, World, wait_until, world
 from tests.wire import Answer, Wire, ask, completion, post, soon
@@ -225,13 +225,14 @@ VARIANTS = (
     "/v1\\chat\\completions", "/health/../v1/chat/completions", "/admin/v1/../../v1/completions",
 )  # fmt: skip
 ENGINE_PATHS = (
-    "/responses", "/v1/responses", "/embeddings", "/v1/messages/count_tokens", "/v1/audio/transcriptions",
+    "/responses", "/v1/responses", "/embeddings", "/v1/messages/count_token", "/v1/audio/transcriptions",
     "/v2/score", "/v3/rerank", "/rerank/", "/Score", "/v1/pooling", "/classify", "/generate", "/invocations",
-    "/inference/v1/generate", "/tokenize", "/detokenize", "/tokenizer_info", "/v1/load_lora_adapter",
+    "/inference/v1/generate", "/v1/tokenize", "/detokenize/", "/tokenizer_info", "/v1/load_lora_adapter",
     "/v1/unload_lora_adapter", "/sleep", "/wake_up", "/is_sleeping", "/abort_requests", "/reset_prefix_cache",
     "/collective_rpc", "/server_info", "/load", "/scale_elastic_ep", "/start_profile", "/docs", "/openapi.json",
     "/redoc", "/metrics/", "/mock/log", "/mock/reset", "/mock/faults", "/admin/v1/", "/admin",
 )  # fmt: skip
+TO_ENGINES = (*(endpoint.value for endpoint in Endpoint), *UNRESERVED)
 KEYLESS_OPEN = {"/health", "/health/live", "/health/ready", "/ping", "/version", "/metrics"}
 
 
@@ -284,7 +285,7 @@ async def test_as02_a_path_that_is_not_on_the_list(walled: Walled, path: str, wi
     assert mock.log()["received"] == 0
 
 
-@pytest.mark.parametrize("path", [endpoint.value for endpoint in Endpoint])
+@pytest.mark.parametrize("path", TO_ENGINES)
 async def test_as02_the_generating_paths_without_a_key(walled: Walled, path: str) -> None:
     gateway, mock = walled
     wrong = ("kvg_wrong", "", gateway.key[:-1], gateway.key.upper(), gateway.key + "x", " ", '""', "null")
@@ -297,7 +298,7 @@ async def test_as02_the_generating_paths_without_a_key(walled: Walled, path: str
     assert mock.log()["received"] == 0
 
 
-@pytest.mark.parametrize("path", [*(endpoint.value for endpoint in Endpoint), "/v1/models"])
+@pytest.mark.parametrize("path", [*TO_ENGINES, "/v1/models"])
 @pytest.mark.parametrize("method", ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "PROPFIND"])
 async def test_as02_other_methods(walled: Walled, path: str, method: str) -> None:
     gateway, mock = walled

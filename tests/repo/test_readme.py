@@ -57,6 +57,7 @@ SECTIONS = {
     "store.": config.Store,
     "auth.": config.Auth,
     "server.": config.Server,
+    "routes.": config.Routes,
     "queue.": config.Queue,
     "upstream.": config.Upstream,
     "answers.": config.Answers,

@@ -16,7 +16,8 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 def running() -> Iterator[tuple[GatewayProcess, Mock]]:
     with world() as here:
         mock = here.mock("--blocks", "1000", "--step-base-ms", "2")
-        config, (key,) = here.config([{"name": "short", "replicas": [mock.url]}])
+        pools = [{"name": "short", "replicas": [mock.url]}]
+        config, (key,) = here.config(pools, routes={"pass_through": ["/load"]})
         yield here.gateway(config, key), mock
 
 
@@ -98,6 +99,14 @@ async def test_async_early_close(running: tuple[GatewayProcess, Mock]) -> None:
     await asyncio.to_thread(wait_until, lambda: mock.log()["aborted"] == 5, "the engine saw each abort")
 
 
+def test_what_the_operator_allows_passes(running: tuple[GatewayProcess, Mock]) -> None:
+    gateway, _ = running
+    assert gateway.client.get("/load").json() == {"server_load": 0}
+    assert gateway.client.post("/tokenize", json={"prompt": "one two"}).json()["count"] == 2
+    assert gateway.client.get("/kv_event_sources").status_code == 404
+    assert gateway.client.get("/load", headers={"authorization": ""}).status_code == 401
+
+
 # -- Anthropic's ---------------------------------------------------------------------------------------------------
 
 
@@ -148,7 +157,15 @@ def test_an_aborted_message_is_an_error(
     wait_until(gateway.is_quiet, "nothing is held")
 
 
-@pytest.mark.parametrize("path", ["/v1/messages/", "/v1/messages/count_tokens", "/v1/%6dessages"])
+def test_anthropics_tokens_are_counted(anthropics: anthropic.Anthropic) -> None:
+    counted = anthropics.messages.count_tokens(model="demo", messages=MESSAGES)
+    answer = anthropics.messages.create(model="demo", messages=MESSAGES, max_tokens=1)
+    assert counted.input_tokens == answer.usage.input_tokens
+    with pytest.raises(anthropic.NotFoundError, match="`nope` does not exist"):
+        anthropics.messages.count_tokens(model="nope", messages=MESSAGES)
+
+
+@pytest.mark.parametrize("path", ["/v1/messages/", "/v1/messages/count_tokens/", "/v1/%6dessages"])
 def test_what_is_not_there_for_anthropics_clients_is_told_in_their_words(
     running: tuple[GatewayProcess, Mock], path: str
 ) -> None:

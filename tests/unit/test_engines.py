@@ -17,6 +17,8 @@ class Watch:
 
     def __init__(self, *places: tuple[str, str]) -> None:
         self.now = {name: state(name, pool, up=False, shape=None) for name, pool in places}
+        self.resting: dict[str, str] = {}
+        """Replica, and why."""
         self.reports: list[tuple[str, Trouble | None]] = []
         """Of calls: replica, and what their failure said, None of a success."""
 
@@ -29,6 +31,9 @@ class Watch:
 
     def is_up(self, name: str) -> bool:
         return self.now[name].up
+
+    def why_it_rests(self, name: str) -> str | None:
+        return self.resting.get(name)
 
     def report_failure(self, name: str, trouble: Trouble) -> None:
         self.reports.append((name, trouble))
@@ -80,6 +85,24 @@ def watch() -> Watch:
 
 def engines(watch: Watch, **changes: Any) -> WatchedEngines:
     return WatchedEngines(plan(**changes), cast(FleetWatch, watch))
+
+
+# -- calls without blocks ------------------------------------------------------------------------------------------
+
+
+def test_whoever_answers_is_asked_in_turn(watch: Watch) -> None:
+    fleet = engines(watch)
+    assert fleet.any_up([]) is None
+    for name in ("a", "b", "c"):
+        watch.set(name)
+    assert [fleet.any_up([]) for _ in range(4)] == ["a", "b", "c", "a"]
+    watch.set("c", up=False)
+    assert [fleet.any_up([]) for _ in range(3)] == ["b", "a", "b"]
+    assert [fleet.any_up(["b"]) for _ in range(2)] == ["a", "a"]
+    assert fleet.any_up(["a", "b"]) is None
+    watch.resting["a"] = "asleep"
+    assert [fleet.any_up([]) for _ in range(2)] == ["b", "b"]
+    assert fleet.any_up(["b"]) == "a", "its tokenizer is awake"
 
 
 # -- limits --------------------------------------------------------------------------------------------------------

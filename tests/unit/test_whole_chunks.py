@@ -19,7 +19,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from gateway.call import Call
 from gateway.core.events import Event, TokenGaps
 from gateway.core.lifecycle import Phase
-from gateway.core.request import Endpoint
+from gateway.core.request import Dialect
 from gateway.deadline import Deadline
 from gateway.http import relay
 from gateway.http.protocol import Cycle
@@ -163,7 +163,10 @@ def stream(cycle: type[Cycle] = Cycle, version: str = "1.1", drop_usage: bool = 
     )
     call = Call(
         request_id="",
-        request=cast(Any, SimpleNamespace(endpoint=Endpoint.CHAT, include_usage_asked=not drop_usage)),
+        request=cast(
+            Any,
+            SimpleNamespace(holds_blocks=True, dialect=Dialect.OPENAI, include_usage_asked=not drop_usage),
+        ),
         headers=[],
         fleet=cast(Any, SimpleNamespace(name="demo")),
         terms=cast(Any, SimpleNamespace(class_="normal")),
