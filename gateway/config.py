@@ -52,7 +52,7 @@ _PATH = re.compile(r"/[A-Za-z0-9._~/-]{1,255}").fullmatch
 _OWN_PATHS = frozenset(
     {*Endpoint, *UNRESERVED, "/v1/models", "/health", "/ping", "/version", "/metrics", "/admin"}
 )
-_OWN_FOLDERS = ("/health/", "/admin/", "/v1/responses")
+_OWN_FOLDERS = ("/health/", "/admin/", "/v1/responses/")
 
 VALUES_MAX = 5_000_000
 """Of one file, each as often as it is named: a hundred thousand keys with all their settings are fewer."""

@@ -8,6 +8,7 @@ why, and `core/lifecycle.py` what that means.
 """
 
 import asyncio
+import secrets
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -16,6 +17,7 @@ from functools import partial
 from gateway import all_fleets
 from gateway.all_fleets import Joint
 from gateway.call import Call, Client, Relay
+from gateway.core import responses
 from gateway.core.blocks import inputs_blocks, used_blocks
 from gateway.core.estimate import Demand, held_cost, prompt_tokens, token_bounds
 from gateway.core.lifecycle import Action, Event, Step
@@ -191,7 +193,7 @@ class Flow:
         call.advance(Event.COUNTED)
         try:
             while True:
-                replica = call.fleet.engines.any_up(call.tried)
+                replica = call.fleet.engines.any_up(call.tried, call.request.replica)
                 if replica is None:
                     return NOBODY_ANSWERS
                 failure = await self._ask(call, replica, client)
@@ -219,7 +221,9 @@ class Flow:
             if failed.connecting:  # what else fails here says nothing of how the engine generates
                 engines.report_failure(replica, failed.trouble)
             may_repeat = asked.repeatable or failed.connecting
-            return _moved_or_failed(call, failed, may_repeat and engines.any_up(call.tried) is not None)
+            return _moved_or_failed(
+                call, failed, may_repeat and engines.any_up(call.tried, asked.replica) is not None
+            )
         call.advance(Event.ENDED)
         return None
 
@@ -234,12 +238,11 @@ class Flow:
         call.sent_at = time.monotonic()
         relay = client.relay(call, partial(self._first_token, call, demand, grant, reservation))
         call.relay = relay
-        engines, body = call.fleet.engines, forward(call.generation, demand.output_tokens)
-        access = engines.access(grant.replica)
+        engines, replica = call.fleet.engines, grant.replica
+        access = engines.access(replica)
+        body = forward(call.generation, demand.output_tokens, _response_id(call, replica))
         headers = [*call.headers, *access.headers]
-        request = UpstreamRequest(
-            engines.url(grant.replica), call.request.path, headers, body, tls=access.tls
-        )
+        request = UpstreamRequest(engines.url(replica), call.request.path, headers, body, tls=access.tls)
         prefill_over = self._end_prefill_later(call, demand, grant, reservation)
         try:
             await self._exchange(request, relay)
@@ -304,6 +307,13 @@ def _charge(call: Call, demand: Demand) -> Refusal | None:
     if terms.all_fleets is not None:
         call.all_fleets_charges = charges(terms.all_fleets.quotas, demand.units)
     return never_fits(call.charges) or never_fits(call.all_fleets_charges)
+
+
+def _response_id(call: Call, replica: str) -> str:
+    """Another one for each attempt; '' where none is written."""
+    if call.generation.id_edit is None:
+        return ""
+    return responses.new_id(secrets.token_hex(responses.RANDOM_CHARS // 2), replica, call.terms.caller)
 
 
 class _UnknownReplica(Exception):

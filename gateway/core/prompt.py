@@ -59,6 +59,8 @@ _NO_MESSAGES = "`messages` must be a non-empty list."
 _LIST_OF_NUMBERS = re.compile(rb"\[[ \t\r\n]*[0-9]")
 _STARTS_A_CHAT = re.compile(rb"\[[ \t\r\n\[]*\{")
 _ID_BYTES = b"0123456789 \t\r\n"
+_NOT_SHOWN_OF_ITEMS = frozenset({"type", "id", "status", "encrypted_content"})
+"""What an item of a response says of itself."""
 _MESSAGES = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
 _CONVERSATIONS = msgspec.json.Decoder(list[list[dict[str, msgspec.Raw]]])
 _STRING = msgspec.json.Decoder(str)
@@ -109,9 +111,62 @@ def read_messages(members: Members) -> tuple[Prompt, ...]:
     return _read_conversation(members, gathered)
 
 
+def read_response(members: Members) -> tuple[Prompt, ...]:
+    """The prompt of a response: instructions, then a text or the items of a conversation.  Raises Refused."""
+    gathered = _Gathered(fixed_tokens=REPLY_TOKENS, field="input")
+    instructions = read_value(members, "instructions")
+    if instructions is not None:
+        gathered.fixed_tokens += MESSAGE_TOKENS
+        gathered.add_text(instructions)
+    for name in ("previous_input_messages", "input"):
+        if is_given(members, name):
+            _read_items(members[name], name, gathered)
+    text = read_value(members, "text")
+    if isinstance(text, dict) and text.get("format") is not None:
+        gathered.add_text(text["format"])
+    _read_tools(members, gathered)
+    escape_bytes = _escape_bytes(members["input"], gathered.literal_bytes)
+    return (_prompt_text(gathered.texts, gathered.fixed_tokens, escape_bytes),)
+
+
+def _read_items(member: Member, name: str, gathered: "_Gathered") -> None:
+    """An item is a message, a call of a tool, what that gave, or a thought; each may be a message of its own."""
+    if member.view[0] == _QUOTE:
+        gathered.fixed_tokens += MESSAGE_TOKENS
+        gathered.add_literal(msgspec.Raw(member.view))
+        return
+    try:
+        items: list[dict[str, msgspec.Raw]] = decode(member.view, name, _MESSAGES)
+    except msgspec.ValidationError:
+        raise Refused(Code.INVALID_VALUE, f"`{name}` must be a string or a list of items.", name) from None
+    if not items:
+        raise Refused(Code.INVALID_VALUE, f"`{name}` is an empty list.", name)
+    _check_pieces(len(items), gathered.field)
+    for item in items:
+        _read_item(item, gathered)
+
+
+def _read_item(item: dict[str, msgspec.Raw], gathered: "_Gathered") -> None:
+    if _text_of(item.get("type")) == "function_call":
+        gathered.fixed_tokens += TOOL_TOKENS
+    shown = {name: value for name, value in item.items() if name not in _NOT_SHOWN_OF_ITEMS}
+    given = shown.pop("output", None)
+    _read_message(shown, gathered)
+    if given is None:
+        return
+    if memoryview(given)[0] == _QUOTE:
+        gathered.add_literal(given)
+        return
+    output = decode(given, gathered.field)
+    if isinstance(output, list):
+        _read_parts(output, gathered, _Place.USER)
+    else:
+        gathered.add_text(output)
+
+
 def _read_conversation(members: Members, gathered: "_Gathered") -> tuple[Prompt, ...]:
     messages = _read_messages(members)
-    _check_pieces(len(messages))
+    _check_pieces(len(messages), gathered.field)
     for message in messages:
         _read_message(message, gathered)
     _read_tools(members, gathered)
@@ -130,16 +185,16 @@ def _read_conversations(member: Member, name: str) -> tuple[Prompt, ...]:
             message = f"`{name}` must be a list of messages, or a list of such lists, each message an object."
             raise Refused(Code.INVALID_VALUE, message, name) from None
     check_inputs(len(conversations), name)
-    _check_pieces(sum(map(len, conversations)))
+    _check_pieces(sum(map(len, conversations)), name)
     if not all(conversations):
         raise Refused(Code.INVALID_VALUE, f"`{name}` has a conversation without messages.", name)
     escapes = member.body.find(b"\\", member.start, member.end) >= 0
-    return tuple(_read_messages_alone(messages, escapes) for messages in conversations)
+    return tuple(_read_messages_alone(messages, name, escapes) for messages in conversations)
 
 
-def _read_messages_alone(messages: list[dict[str, msgspec.Raw]], escapes: bool) -> PromptText:
+def _read_messages_alone(messages: list[dict[str, msgspec.Raw]], name: str, escapes: bool) -> PromptText:
     """`escapes`: there are some among the messages of the call."""
-    gathered = _Gathered(fixed_tokens=REPLY_TOKENS)
+    gathered = _Gathered(fixed_tokens=REPLY_TOKENS, field=name)
     for message in messages:
         _read_message(message, gathered)
     escape_bytes = _most_escape_bytes(gathered.literal_bytes) if escapes else 0
@@ -198,7 +253,7 @@ def read_content(value: Any, name: str) -> PromptText:
     if not isinstance(content, list):
         message = f"`{name}` must be a string or an object with a list as its `content`, or a list of such."
         raise Refused(Code.INVALID_VALUE, message, name)
-    gathered = _Gathered()
+    gathered = _Gathered(field=name)
     for part in content:
         _read_part(part, gathered, _Place.USER)
     return _prompt_text(gathered.texts, gathered.fixed_tokens)
@@ -226,6 +281,8 @@ class _Gathered:
 
     texts: list[Text] = field(default_factory=list)
     fixed_tokens: int = 0
+    field: str = "messages"
+    """Named in refusals."""
     pieces: int = 0
     literal_bytes: int = 0
     """Of the texts that are not decoded."""
@@ -249,7 +306,7 @@ class _Gathered:
 
     def _add_piece(self) -> None:
         self.pieces += 1
-        _check_pieces(self.pieces)
+        _check_pieces(self.pieces, self.field)
 
 
 class _Place(Enum):
@@ -263,15 +320,11 @@ class _Place(Enum):
     RESULT = auto()
     """In what a tool gave."""
 
-    @property
-    def field(self) -> str:
-        return "system" if self is _Place.SYSTEM else "messages"
 
-
-def _check_pieces(count: int) -> None:
+def _check_pieces(count: int, field_: str) -> None:
     if count > PIECES_MAX:
-        message = f"`messages` has more than {PIECES_MAX} messages or parts."
-        raise Refused(Code.INVALID_VALUE, message, "messages")
+        message = f"`{field_}` has more than {PIECES_MAX} messages or parts."
+        raise Refused(Code.INVALID_VALUE, message, field_)
 
 
 def _read_messages(members: Members) -> list[dict[str, msgspec.Raw]]:
@@ -303,9 +356,9 @@ def _read_message(message: dict[str, msgspec.Raw], gathered: _Gathered) -> None:
         elif name == "content":
             is_users = _text_of(message.get("role")) == "user"
             place = _Place.USER if is_users else _Place.OTHERS
-            _read_parts(decode(value, "messages"), gathered, place)
+            _read_parts(decode(value, gathered.field), gathered, place)
         else:
-            gathered.add_text(decode(value, "messages"))
+            gathered.add_text(decode(value, gathered.field))
 
 
 def _text_of(value: msgspec.Raw | None) -> str | None:
@@ -323,11 +376,17 @@ def _read_parts(content: Any, gathered: _Gathered, place: _Place) -> None:
         return
     if not isinstance(content, list):
         what = "`system`" if place is _Place.SYSTEM else "`content`"
-        raise Refused(Code.INVALID_VALUE, f"{what} must be a string or a list of parts.", place.field)
+        raise Refused(
+            Code.INVALID_VALUE, f"{what} must be a string or a list of parts.", _field(gathered, place)
+        )
     if place is _Place.RESULT and content:
         gathered.fixed_tokens += len(content) - 1  # a new line between two
     for part in content:
         _read_part(part, gathered, place)
+
+
+def _field(gathered: _Gathered, place: _Place) -> str:
+    return "system" if place is _Place.SYSTEM else gathered.field
 
 
 def _read_part(part: Any, gathered: _Gathered, place: _Place) -> None:
@@ -337,7 +396,7 @@ def _read_part(part: Any, gathered: _Gathered, place: _Place) -> None:
         return
     if not isinstance(part, dict):
         message = "Every part of a `content` list must be an object."
-        raise Refused(Code.INVALID_VALUE, message, place.field)
+        raise Refused(Code.INVALID_VALUE, message, _field(gathered, place))
     kind = str(part.get("type"))
     if kind in _TOOL_KINDS:
         gathered.fixed_tokens += TOOL_TOKENS

@@ -21,7 +21,7 @@ from gateway.core.body import (
 )
 from gateway.core.inputs import Inputs, Layout, read_embedded, read_reranked, read_scored
 from gateway.core.outcomes import Code, Refusal
-from gateway.core.prompt import Prompt, read_chat, read_messages, read_prompts
+from gateway.core.prompt import Prompt, read_chat, read_messages, read_prompts, read_response
 
 INTEGER_MAX = 2**31 - 1
 """vLLM keeps these numbers in 32 bits."""
@@ -43,6 +43,7 @@ class Endpoint(StrEnum):
     CHAT = "/v1/chat/completions"
     COMPLETIONS = "/v1/completions"
     MESSAGES = "/v1/messages"
+    RESPONSES = "/v1/responses"
     EMBEDDINGS = "/v1/embeddings"
     POOLING = "/pooling"
     SCORE = "/score"
@@ -71,6 +72,7 @@ LIMIT_FIELDS = {
     Endpoint.CHAT: ("max_completion_tokens", "max_tokens"),
     Endpoint.COMPLETIONS: ("max_tokens",),
     Endpoint.MESSAGES: ("max_tokens",),
+    Endpoint.RESPONSES: ("max_output_tokens",),
 }
 """Where vLLM reads the output limit of what generates, the winner first.  Elsewhere than in chats it ignores
 `max_completion_tokens`.
@@ -95,6 +97,10 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """vLLM's: a higher number is less urgent, 0 is usual."""
     repeatable: bool = True
     """Another engine may be asked after one that may have begun."""
+    response_id: str = ""
+    """Of a response that an engine has stored: only that engine knows it."""
+    replica: str = ""
+    """The only one that may be asked; '' for any."""
 
 
 class GenerationRequest(Request, frozen=True, kw_only=True):
@@ -109,6 +115,8 @@ class GenerationRequest(Request, frozen=True, kw_only=True):
     limit_spans: tuple[tuple[int, int], ...]
     """Where the body holds values of output limits."""
     usage_edit: Edit | None
+    id_edit: Edit | None
+    """Writes the id of a response that the engine may store, without its text."""
     min_tokens: int
     truncate_prompt_tokens: int | None
     """The engine cuts longer prompts to this; -1: to what its context leaves beside the output limit."""
@@ -142,6 +150,8 @@ def parse(endpoint: Endpoint, body: bytes, n_max: int) -> GenerationRequest | Re
     try:
         if not endpoint.generates:
             return _parse_inputs(endpoint, body)
+        if endpoint is Endpoint.RESPONSES:
+            return _parse_response(body)
         return _parse_message(body) if endpoint is Endpoint.MESSAGES else _parse(endpoint, body, n_max)
     except Refused as refused:
         return refused.refusal
@@ -158,8 +168,10 @@ def read_passed(
     return Request(path=path, dialect=dialect, body=body, model=model, method=method, repeatable=repeatable)
 
 
-def forward(request: GenerationRequest, output_limit: int) -> bytes:
-    """The client's bytes with `output_limit` written in, and usage asked for on a stream; nothing else."""
+def forward(request: GenerationRequest, output_limit: int, response_id: str = "") -> bytes:
+    """The client's bytes with `output_limit` written in, usage asked for on a stream, and the id of a response that may
+    be asked for again; nothing else.
+    """
     if not request.endpoint.generates:
         return request.body
     number = b"%d" % output_limit
@@ -168,6 +180,9 @@ def forward(request: GenerationRequest, output_limit: int) -> bytes:
         edits = [append_member(request.body, request.limit_field, number)]
     if request.usage_edit is not None:
         edits.append(request.usage_edit)
+    if request.id_edit is not None:
+        start, end, before = request.id_edit
+        edits.append((start, end, b'%b"%b"' % (before, response_id.encode())))
     return splice(request.body, edits)
 
 
@@ -195,6 +210,7 @@ def _parse(endpoint: Endpoint, body: bytes, n_max: int) -> GenerationRequest:
         limit_field=limit_field,
         limit_spans=tuple([(m.start, m.end) for f in LIMIT_FIELDS[endpoint] if (m := members.get(f))]),
         usage_edit=usage[1],
+        id_edit=None,
         min_tokens=min_tokens,
         truncate_prompt_tokens=read_integer(members, "truncate_prompt_tokens", -1, INTEGER_MAX),
         sequences_per_prompt=per_prompt,
@@ -225,6 +241,7 @@ def _parse_message(body: bytes) -> GenerationRequest:
         limit_field=limit_field,
         limit_spans=((limit.start, limit.end),),
         usage_edit=None,
+        id_edit=None,
         min_tokens=0,
         truncate_prompt_tokens=None,
         sequences_per_prompt=1,
@@ -232,6 +249,60 @@ def _parse_message(body: bytes) -> GenerationRequest:
         prompts=read_messages(members),
         prompt_field="messages",
     )
+
+
+def _parse_response(body: bytes) -> GenerationRequest:
+    """OpenAI's newer protocol: one sequence, and no usage frame that would have to be asked for."""
+    endpoint = Endpoint.RESPONSES
+    members = read_members(body)
+    _check_transfers(members)
+    _check_what_outlives_the_call(members)
+    if not is_given(members, "input"):
+        raise Refused(Code.MISSING_FIELD, "`input` is missing.", "input")
+    limit_field, output_limit = _read_output_limit(members, endpoint)
+    limit = members.get(limit_field)
+    return GenerationRequest(
+        path=endpoint.value,
+        dialect=endpoint.dialect,
+        endpoint=endpoint,
+        body=body,
+        model=_read_model(members),
+        stream=read_boolean(members, "stream"),
+        output_limit=output_limit,
+        limit_field=limit_field,
+        limit_spans=((limit.start, limit.end),) if limit else (),
+        usage_edit=None,
+        id_edit=_id_edit(members, body),
+        min_tokens=0,
+        truncate_prompt_tokens=-1 if read_value(members, "truncation") == "auto" else None,
+        sequences_per_prompt=1,
+        priority=read_integer(members, "priority", -INTEGER_MAX, INTEGER_MAX) or 0,
+        prompts=read_response(members),
+        prompt_field="input",
+    )
+
+
+def _check_what_outlives_the_call(members: Members) -> None:
+    if read_boolean(members, "background"):
+        message = "`background` is not accepted: the engine would use blocks after its answer."
+        raise Refused(Code.INVALID_VALUE, message, "background")
+    if is_given(members, "previous_response_id"):
+        message = (
+            "`previous_response_id` is not accepted: what the engine remembers cannot be counted."
+            " Send the conversation as `input`."
+        )
+        raise Refused(Code.INVALID_VALUE, message, "previous_response_id")
+
+
+def _id_edit(members: Members, body: bytes) -> Edit | None:
+    """Also over an id of the client's own; None where nothing is to be stored."""
+    if "store" in members and not read_boolean(members, "store") and not members["store"].is_null:
+        return None
+    given = members.get("request_id")
+    if given is not None:
+        return given.start, given.end, b""
+    end, _, text = append_member(body, "request_id", b"")
+    return end, end, text
 
 
 def _parse_inputs(endpoint: Endpoint, body: bytes) -> GenerationRequest:
@@ -251,6 +322,7 @@ def _parse_inputs(endpoint: Endpoint, body: bytes) -> GenerationRequest:
         limit_field="",
         limit_spans=(),
         usage_edit=None,
+        id_edit=None,
         min_tokens=0,
         truncate_prompt_tokens=read_integer(members, "truncate_prompt_tokens", -1, INTEGER_MAX),
         sequences_per_prompt=1,
@@ -302,8 +374,9 @@ def _usage_edit(start: int, end: int, inner: Members) -> Edit:
 
 
 def _read_output_limit(members: Members, endpoint: Endpoint) -> tuple[str, int | None]:
-    values = {f: read_integer(members, f, 1, INTEGER_MAX) for f in ("max_completion_tokens", "max_tokens")}
     fields = LIMIT_FIELDS[endpoint]
+    read = fields if endpoint is Endpoint.RESPONSES else ("max_completion_tokens", "max_tokens")
+    values = {f: read_integer(members, f, 1, INTEGER_MAX) for f in read}
     for name in fields:
         if values[name] is not None:
             return name, values[name]

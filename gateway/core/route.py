@@ -272,8 +272,8 @@ def _output_limit(fleet: FleetShape, request: GenerationRequest, limits: KeyLimi
     asked, field_ = request.output_limit, request.limit_field
     caps = (("the key", limits.max_output_tokens), ("the model", fleet.max_output_tokens))
     if asked is None:
-        is_chat = request.endpoint is Endpoint.CHAT
-        usual = fleet.default_output_tokens if is_chat else COMPLETIONS_OUTPUT_TOKENS
+        is_completion = request.endpoint is Endpoint.COMPLETIONS
+        usual = COMPLETIONS_OUTPUT_TOKENS if is_completion else fleet.default_output_tokens
         return min([usual, *(cap for _, cap in caps if cap is not None)])
     context = fleet.context_max
     if asked > context and fleet.complete:

@@ -16,6 +16,9 @@ import msgspec
 EVENT_BYTES_MAX = 1_048_576
 """The longest event; an incomplete one is held in memory until it ends."""
 
+COMMENT_BYTES_MAX = 64 * 1024
+"""Comments before the first data event are held too; what exceeds this is dropped."""
+
 DONE_EVENT = b"data: [DONE]\n\n"
 
 _EVENT_END = re.compile(rb"\n\r?\n")
@@ -167,6 +170,9 @@ class StreamInspector:
 
     _end: ClassVar[bytes] = DONE_EVENT
     """What a stream ends with, one that failed as well."""
+
+    opening_bytes_max: ClassVar[int] = COMMENT_BYTES_MAX
+    """Of what comes before it has started, and is passed on with the rest."""
 
     __slots__ = (
         "_after_failure", "_drop_usage", "_event_bytes_max", "_held", "_overlong", "done", "events", "failure",

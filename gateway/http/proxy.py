@@ -16,6 +16,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from msgspec.structs import replace
+
 from gateway.call import Call, Fleet, Terms
 from gateway.core import quota
 from gateway.core.events import CallEnded, Observer
@@ -30,6 +32,7 @@ from gateway.core.lifecycle import Event, Phase
 from gateway.core.outcomes import Code, Outcome, Refusal
 from gateway.core.quota import Units
 from gateway.core.request import Request
+from gateway.core.responses import maker
 from gateway.core.retries import RETRY_COUNT, Appointments, RetryBudgets, read_retry_count
 from gateway.core.route import KeyLimits
 from gateway.core.urgency import DEADLINE, PRIORITY, lowered_class, read_deadline
@@ -328,6 +331,10 @@ class Proxy:
         visit.model = (request.model or "")[:MODEL_CHARS_MAX]
         if self._calls.is_cut(visit.key.name, visit.arrived):
             return refusal_of(Code.CUT)
+        if request.response_id:
+            request = self._pinned(request, visit.key)
+            if isinstance(request, Refusal):
+                return request
         fleet = self._fleet_of(request, visit.key)
         if isinstance(fleet, Refusal):
             return fleet
@@ -361,8 +368,19 @@ class Proxy:
         call.asked_back = call.retry_count > 0 and self._appointments.keep(name, now_ms)
         return None
 
+    def _pinned(self, request: Request, key: Key) -> Request | Refusal:
+        """To the replica that has what is asked for; for its own key, which could use that model then."""
+        names = (name for fleet in self._fleets.values() for name in fleet.engines.names())
+        replica = maker(request.response_id, key.name, names)
+        if replica is None:
+            shown = request.response_id[:MODEL_CHARS_SHOWN]
+            return Refusal(Code.NOT_FOUND, f"Response with id '{shown}' not found.", "response_id")
+        return replace(request, replica=replica)
+
     def _fleet_of(self, request: Request, key: Key) -> Fleet | Refusal:
         """Without a model name the only fleet is meant, as vLLM means its only model."""
+        if request.replica:
+            return next(fleet for fleet in self._fleets.values() if fleet.engines.knows(request.replica))
         if request.model is None and self._only_fleet:
             return self._cleared(self._only_fleet, self._only_fleet.engines.shape().model, key)
         if request.model is None:

@@ -17,16 +17,15 @@ from gateway.core.events import FirstToken, Observer, TokenGaps
 from gateway.core.forecast import Course
 from gateway.core.lifecycle import Event
 from gateway.core.messages import MessagesInspector, inspect_message
-from gateway.core.request import Dialect
-from gateway.core.sse import Failure, StreamInspector, inspect_answer
+from gateway.core.request import Dialect, Endpoint
+from gateway.core.responses import ResponsesInspector, inspect_response
+from gateway.core.sse import AnswerFacts, Failure, StreamInspector, inspect_answer
 from gateway.upstream.api import Headers, Trouble, UpstreamFailed
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 ANSWER_BYTES_MAX = 8 * 1024 * 1024
 """Of an answer that is no stream, held until its end to be judged; a longer one is passed on unjudged."""
-COMMENT_BYTES_MAX = 64 * 1024
-"""Comments before the first data event are held too; what exceeds this is dropped."""
 GAPS_REPORTED_SECONDS = 1.0
 """How late telemetry may hear of the times between tokens."""
 WRITER = "kvgate.writer"
@@ -143,9 +142,20 @@ class AnswerRelay:
             and not self._call.generation.endpoint.generates
         )
 
+    @property
+    def _is_response(self) -> bool:
+        return self._call.request.path == Endpoint.RESPONSES
+
+    def _inspect(self, body: bytes) -> AnswerFacts:
+        if self._is_response:
+            return inspect_response(body)
+        return inspect_message(body) if self._is_anthropics else inspect_answer(body)
+
     def _inspector(self) -> StreamInspector:
         if self._is_anthropics:
             return MessagesInspector()
+        if self._is_response:
+            return ResponsesInspector()
         return StreamInspector(drop_usage=not self._call.request.include_usage_asked)
 
     async def head(self, status: int, headers: Headers) -> None:
@@ -191,7 +201,7 @@ class AnswerRelay:
         forward = stream.feed(data)
         self._call.usage, self._call.output_events = stream.usage, stream.events
         if not stream.started:
-            self._held += forward[: COMMENT_BYTES_MAX - len(self._held)]
+            self._held += forward[: stream.opening_bytes_max - len(self._held)]
         else:
             self._note_event(started_before, stream.events - events_before)
             await self._forward(forward)
@@ -219,7 +229,7 @@ class AnswerRelay:
             return await self._write({"type": "http.response.body", "body": b""})
         body = bytes(self._held)
         if self._status == 200 and self._judges and not self._is_binary:
-            facts = inspect_message(body) if self._is_anthropics else inspect_answer(body)
+            facts = self._inspect(body)
             if facts.failure:
                 raise _failed(facts.failure)
             self._call.usage = facts.usage

@@ -1,5 +1,6 @@
 """The paths that lead to an engine, and how a request there is read.  Every other one is 404, or kvgate's own."""
 
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from urllib.parse import parse_qs
@@ -22,19 +23,39 @@ class Route:
     known: bool = True
     """False for a path that an operator has allowed: what a request there does is not known."""
 
+    @property
+    def of_responses(self) -> bool:
+        return self in _STORED
+
     def read(self, scope: Scope, body: bytes, n_max: int) -> Request | Refusal:
         if self.endpoint is not None:
             return parse(self.endpoint, body, n_max)
+        if self.of_responses:
+            return self._read_stored(scope, body)
         if self.known:
             return read_passed(self.name, self.dialect, body)
         return self._read_unknown(scope, body)
 
+    def _read_stored(self, scope: Scope, body: bytes) -> Request | Refusal:
+        """To cancel a response again changes nothing."""
+        query = _query(scope)
+        if isinstance(query, Refusal):
+            return query
+        path: str = scope["path"]
+        return Request(
+            path=f"{path}?{query}" if query else path,
+            dialect=self.dialect,
+            body=body,
+            model=None,
+            method=scope["method"],
+            response_id=path.split("/")[3],
+        )
+
     def _read_unknown(self, scope: Scope, body: bytes) -> Request | Refusal:
         """The model stands in the query where the body is no JSON."""
-        query: bytes = scope["query_string"]
-        if not (query.isascii() and query.decode("latin-1").isprintable()):
-            return Refusal(Code.INVALID_VALUE, "the query of the request is not printable ASCII")
-        text = query.decode("ascii")
+        text = _query(scope)
+        if isinstance(text, Refusal):
+            return text
         method, target = scope["method"], f"{self.name}?{text}" if text else self.name
         repeatable = method in READS_ONLY
         if body and _is_json(scope):
@@ -57,12 +78,25 @@ ROUTES |= {path.encode(): Route(path, dialect) for path, dialect in UNRESERVED.i
 """By raw path: a variant that only decodes to one of them is an unknown path."""
 
 
+_STORED = (Route("/v1/responses/{id}", methods=("GET",)), Route("/v1/responses/{id}/cancel"))
+_STORED_PATH = re.compile(rb"/v1/responses/[A-Za-z0-9_-]{1,128}(/cancel)?").fullmatch
+
+
 def find_route(raw_path: bytes, pass_through: Collection[str]) -> Route | None:
     """`pass_through`: paths that the operator allows beside the known ones."""
     route = ROUTES.get(raw_path)
+    if route is None and (stored := _STORED_PATH(raw_path)):
+        return _STORED[stored[1] is not None]
     if route is None and pass_through and (path := raw_path.decode("latin-1")) in pass_through:
         return Route(path, methods=("GET", "POST"), known=False)
     return route
+
+
+def _query(scope: Scope) -> str | Refusal:
+    query: bytes = scope["query_string"]
+    if query.isascii() and query.decode("ascii").isprintable():
+        return query.decode("ascii")
+    return Refusal(Code.INVALID_VALUE, "the query of the request is not printable ASCII")
 
 
 def _is_json(scope: Scope) -> bool:

@@ -21,6 +21,7 @@ from gateway.mock.progress import NO_EXTRAS, Extras, Progress
 from gateway.mock.stream import Busy, EngineDead, Plan, Stream
 from gateway.mock.telling import Job, KeepAlive, Shape, Teller
 
+STORED_MAX = 1000
 Parse = Callable[[Mapping[str, Any], str, Server], Call]
 GENERATING_PARSERS: Mapping[str, tuple[Api, Parse]] = {
     "/v1/chat/completions": (Api.CHAT, calls.parse_chat),
@@ -87,6 +88,8 @@ class Generation:
         self._journal = journal
         self._now = now
         self._running: dict[str, set[Stream]] = {}
+        self.stored: dict[str, dict[str, Any]] = {}
+        """Responses by their ids, where they are kept; the last ones come last."""
         self.open = 0
         """Calls that were received and have not ended."""
 
@@ -213,8 +216,10 @@ class Generation:
                 due = await teller.tell(events)
             elif events and not teller.push(events):
                 await teller.job.exchange.drained()
-        if due or await teller.tell(shape.close(self._extras(shape.progress, stream))):
+        extras = self._extras(shape.progress, stream)
+        if due or await teller.tell(shape.close(extras)):
             return await self._strike(teller)
+        self._store(shape.progress.call, self._body(shape.progress, extras))
         await teller.job.exchange.end()
         return State.FINISHED
 
@@ -250,8 +255,19 @@ class Generation:
         if pooling.answers_bytes(job.call):
             return await self._bytes(job)
         load = load_header(job.exchange.header(b"endpoint-load-metrics-format"), self._driver)
-        await job.exchange.json(200, self._body(progress, self._extras(progress, stream)), load)
+        extras = self._extras(progress, stream)
+        body = self._body(progress, extras)
+        self._store(job.call, body)
+        await job.exchange.json(200, body, load)
         return State.FINISHED if progress.finished else State.ABORTED
+
+    def _store(self, call: Call, body: dict[str, Any]) -> None:
+        """vLLM keeps all of them; here the oldest make room."""
+        kept = call.api is Api.RESPONSES and call.body.get("store", True)
+        if self._server.options.responses_store and kept:
+            self.stored[call.id] = body
+            while len(self.stored) > STORED_MAX:
+                del self.stored[next(iter(self.stored))]
 
     async def _bytes(self, job: Job) -> State:
         """Vectors as they are, one chunk each."""

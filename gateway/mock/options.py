@@ -18,6 +18,8 @@ class Options:
     """"pooling": the model embeds and scores, and generates nothing."""
     convert: str = "embed"
     """"classify": a model that pools scores queries and documents together, and embeds nothing."""
+    responses_store: bool = False
+    """vLLM's VLLM_ENABLE_RESPONSES_API_STORE=1: responses can be asked for again."""
     dev_mode: bool = False
     """vLLM's VLLM_SERVER_DEV_MODE=1: the routes to pause, to sleep and to forget the prefix cache."""
     enable_request_id_headers: bool = False

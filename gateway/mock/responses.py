@@ -1,4 +1,4 @@
-"""`/v1/responses`: OpenAI's newer protocol over a chat call.  Nothing is stored, so nothing can be fetched later.
+"""`/v1/responses`: OpenAI's newer protocol over a chat call.  Background mode is refused, as vLLM does without a store.
 
 Source: answers recorded from vLLM 0.32.0.  Not recorded: errors within a stream, a stream that is cut short.
 """
@@ -8,7 +8,15 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from gateway.mock.bodies import is_list_of, missing, shown, validation_error
+from gateway.mock.bodies import (
+    Refusal,
+    integer,
+    is_list_of,
+    missing,
+    parameter_error,
+    shown,
+    validation_error,
+)
 from gateway.mock.calls import Api, Call, Server, check_model, resolved
 from gateway.mock.engine import Token
 from gateway.mock.progress import NO_EXTRAS, Extras, Json, Progress, event, text_of
@@ -25,13 +33,50 @@ _OUTPUT_DETAILS: Json = {
 
 def parse_responses(body: Mapping[str, Any], call_id: str, server: Server) -> Call:
     """Raises Refusal as vLLM would answer."""
+    if body.get("prompt") is not None:
+        raise parameter_error("prompt template is not supported", "prompt")
     if "input" not in body:
         raise missing({**body, "request_id": call_id}, "input")  # vLLM adds its own before it looks
     check_model(body, server)
+    if body.get("background"):
+        raise _no_background(body)
+    previous = body.get("previous_response_id")
+    if previous is not None:
+        raise not_found(previous)
+    if body.get("truncation", "disabled") == "auto":
+        body = {**body, "truncate_prompt_tokens": _room(body, server)}
     prompt = Reader(body, server.engine, keep=False).chat(_messages(body), body.get("tools"))
     one = {name: value for name, value in body.items() if name not in ("n", "stream_options")}
     limits = ("max_output_tokens",)
-    return resolved(Api.RESPONSES, one, (prompt,), f"resp_{call_id}", server, limits=limits)
+    return resolved(
+        Api.RESPONSES, one, (prompt,), str(body.get("request_id") or _new_id("resp")), server, limits=limits
+    )
+
+
+def not_found(response_id: str) -> Refusal:
+    text = f"Response with id '{response_id}' not found."
+    return Refusal(404, text, "invalid_request_error", "response_id")
+
+
+def not_cancelled() -> Refusal:
+    return Refusal(400, "Cannot cancel a synchronous response.", "invalid_request_error", "response_id")
+
+
+def _no_background(body: Mapping[str, Any]) -> Refusal:
+    if body.get("store") is False:
+        return parameter_error("background can only be used when `store` is true", "background")
+    text = (
+        "This vLLM engine does not support `store=True` and therefore does not support the background mode. To enable"
+        " these features, set the environment variable `VLLM_ENABLE_RESPONSES_API_STORE=1` when launching the vLLM"
+        " server."
+    )
+    return Refusal(400, text, "invalid_request_error", "background")
+
+
+def _room(body: Mapping[str, Any], server: Server) -> int:
+    """What the context leaves beside the output limit."""
+    limit = integer(body, "max_output_tokens") or 1
+    return max(1, server.engine.max_model_len - limit)
 
 
 def response(progress: Progress, created: int, extras: Extras = NO_EXTRAS) -> Json:

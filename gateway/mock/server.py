@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from typing import Any
 
-from gateway.mock import anthropic, openai, tokenizer
+from gateway.mock import anthropic, openai, responses, tokenizer
 from gateway.mock.bodies import (
     Refusal,
     is_list_of,
@@ -158,11 +158,13 @@ class MockServer:
             await methods[exchange.method](exchange)
 
     def _stored_responses(self, path: str) -> dict[str, Handler] | None:
-        """/v1/responses/ID and /v1/responses/ID/cancel: there is none, since nothing is stored."""
+        """/v1/responses/ID and /v1/responses/ID/cancel."""
         parts = path.removeprefix("/v1/responses/").split("/")
+        if self.options.runner != "generate":
+            return None
         if not path.startswith("/v1/responses/") or len(parts) > 2 or parts[1:] not in ([], ["cancel"]):
             return None
-        return {"POST" if parts[1:] else "GET": self._no_response}
+        return {"POST" if parts[1:] else "GET": self._response}
 
     def _authorized(self, exchange: Exchange) -> bool:
         key = self.options.api_key
@@ -232,9 +234,14 @@ class MockServer:
         check_model(body, self._server)
         await exchange.json(200, {"prompt": tokenizer.decode(ids)})
 
-    async def _no_response(self, exchange: Exchange) -> None:
+    async def _response(self, exchange: Exchange) -> None:
         wanted = exchange.path.split("/")[3]
-        raise Refusal(404, f"Response with id '{wanted}' not found.", "invalid_request_error", "response_id")
+        found = self._generation.stored.get(wanted)
+        if found is None:
+            raise responses.not_found(wanted)
+        if exchange.method == "POST":
+            raise responses.not_cancelled()
+        await exchange.json(200, found)
 
     async def _scale_out(self, exchange: Exchange) -> None:
         text = "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to enable them."

@@ -1,6 +1,6 @@
 """How the request path talks to an engine: one exchange, bytes in callbacks, failures as one exception."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from ssl import SSLContext
@@ -122,6 +122,10 @@ class Engines(Protocol):
         """False for one that only another gateway's settings have."""
         ...
 
+    def names(self) -> Iterable[str]:
+        """Of all replicas."""
+        ...
+
     def url(self, replica: str) -> str: ...
 
     def access(self, replica: str) -> Access: ...
@@ -130,8 +134,8 @@ class Engines(Protocol):
         """Empty for a replica that is not known."""
         ...
 
-    def any_up(self, tried: Sequence[str]) -> str | None:
-        """A replica that answers and was not tried yet, another one each time, who rests comes last."""
+    def any_up(self, tried: Sequence[str], only: str = "") -> str | None:
+        """A replica that answers and was not tried yet, another one each time, who rests comes last; or `only` that."""
         ...
 
     def another_can_hold(self, lane: str, tried: Sequence[str], blocks: int, sequences: int) -> bool:

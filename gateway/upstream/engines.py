@@ -1,7 +1,7 @@
 """A fleet's configuration and what was discovered of its replicas, as routing and the ledger need them."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -71,6 +71,9 @@ class WatchedEngines:
     def knows(self, replica: str) -> bool:
         return replica in self._urls
 
+    def names(self) -> Iterable[str]:
+        return self._urls.keys()
+
     def url(self, replica: str) -> str:
         return self._urls[replica]
 
@@ -80,10 +83,11 @@ class WatchedEngines:
     def pool(self, replica: str) -> str:
         return self._pools.get(replica) or self._pools_before.get(replica, "")
 
-    def any_up(self, tried: Sequence[str]) -> str | None:
+    def any_up(self, tried: Sequence[str], only: str = "") -> str | None:
         names = [state.spec.name for state in self._watch.states()]
         turn = names.index(self._asked_last) + 1 if self._asked_last in names else 0
-        able = [n for n in names[turn:] + names[:turn] if n not in tried and self._watch.is_up(n)]
+        in_turn = [only] if only else names[turn:] + names[:turn]
+        able = [name for name in in_turn if name not in tried and self._watch.is_up(name)]
         awake = [name for name in able if not self._watch.why_it_rests(name)]
         self._asked_last = next(iter(awake or able), self._asked_last)
         return self._asked_last if able else None

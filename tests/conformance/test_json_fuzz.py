@@ -8,6 +8,7 @@ import json
 import math
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -186,11 +187,47 @@ def damaged(draw: st.DrawFn, endpoint: Endpoint) -> bytes:
     return bytes(body)
 
 
-CALLS = st.sampled_from(list(Endpoint)).flatmap(
-    lambda endpoint: st.tuples(st.just(endpoint), bodies(endpoint))
-)
-DAMAGED = st.sampled_from(list(Endpoint)).flatmap(
-    lambda endpoint: st.tuples(st.just(endpoint), damaged(endpoint))
+ENDPOINTS = [Endpoint.CHAT, Endpoint.COMPLETIONS, Endpoint.MESSAGES]
+CALLS = st.sampled_from(ENDPOINTS).flatmap(lambda endpoint: st.tuples(st.just(endpoint), bodies(endpoint)))
+DAMAGED = st.sampled_from(ENDPOINTS).flatmap(lambda endpoint: st.tuples(st.just(endpoint), damaged(endpoint)))
+
+INPUT = rarely(PROMPT | MESSAGES | lists(MESSAGES, 1), VALUE)
+SIDE = rarely(STRING | lists(STRING, 1) | objects(member("content", lists(TEXT_PART))), VALUE)
+ITEM = rarely(MESSAGE | objects(member("type", st.just('"reasoning"')), member("output", CONTENT)), VALUE)
+INPUTS = {
+    Endpoint.EMBEDDINGS: {"input": INPUT},
+    Endpoint.POOLING: {"messages": INPUT},
+    Endpoint.SCORE: {"text_1": SIDE, "text_2": SIDE},
+    Endpoint.RERANK: {"query": rarely(STRING, VALUE), "documents": SIDE},
+    Endpoint.RESPONSES: {
+        "input": rarely(STRING | lists(ITEM, 1), VALUE),
+        "instructions": rarely(STRING, VALUE),
+    },
+}
+NEWER_FIELDS = {
+    "truncate_prompt_tokens": COUNT,
+    "max_tokens_per_doc": COUNT,
+    "max_output_tokens": COUNT,
+    "store": FLAG,
+    "stream": FLAG,
+    "request_id": ANY,
+    "instruction": rarely(STRING, VALUE),
+    "text": ANY,
+}
+
+
+@st.composite
+def newer_bodies(draw: st.DrawFn, endpoint: Endpoint) -> bytes:
+    """As `bodies`, of the routes whose prompts have other names."""
+    names = draw(st.lists(st.sampled_from(list(NEWER_FIELDS)), max_size=3, unique=True))
+    fields = INPUTS[endpoint] | {name: NEWER_FIELDS[name] for name in names}
+    return draw(objects(*(member(name, value) for name, value in fields.items()))).encode(
+        errors="surrogatepass"
+    )
+
+
+NEWER = st.sampled_from(list(INPUTS)).flatmap(
+    lambda endpoint: st.tuples(st.just(endpoint), newer_bodies(endpoint))
 )
 
 
@@ -475,6 +512,30 @@ def test_a_damaged_body_too(call: tuple[Endpoint, bytes]) -> None:
     check(*call)
 
 
+RESPONSE_ID = "resp_" + "0" * 32
+
+
+@settings(max_examples=300, deadline=None)
+@given(NEWER)
+@example((Endpoint.RESPONSES, b'{"input":"a","request_id":{"request_id":"b"},"store":null}'))
+@example((Endpoint.RESPONSES, b'{"input":[{"output":[{"text":"a"}],"content":"b"}],"store":false}'))
+@example((Endpoint.EMBEDDINGS, b'{"input":[[{"role":"user","content":["a"]}]],"truncate_prompt_tokens":1e1}'))
+def test_the_newer_routes_too(call: tuple[Endpoint, bytes]) -> None:
+    """Nothing that can be sent breaks them, and only what has to be is changed."""
+    endpoint, body = call
+    request = parse(endpoint, body, N_MAX)
+    if is_refused_by_engine(body):
+        assert isinstance(request, Refusal) or has_huge_integer(body)
+    elif isinstance(request, GenerationRequest):
+        fields = engine_reads(body)
+        if endpoint is Endpoint.RESPONSES:
+            fields["max_output_tokens"] = LIMIT
+            fields |= {} if fields.get("store") is False else {"request_id": RESPONSE_ID}
+        sent = forward(request, LIMIT, RESPONSE_ID)
+        assert repr(engine_reads(sent)) == repr(fields)
+        assert len(request.prompt_tokens([1] * len(request.prompts))) == request.prompt_count
+
+
 STRICTER = {
     "NaN": (b'{"prompt":"a","x":NaN}', Code.INVALID_JSON),
     "infinity": (b'{"prompt":"a","x":-Infinity}', Code.INVALID_JSON),
@@ -520,6 +581,15 @@ def test_the_bodies_made_here_are_of_every_kind() -> None:
         seen[kind] = seen.get(kind, 0) + 1
 
     look()
+    newer = Counter[Endpoint]()
+
+    @settings(max_examples=200, deadline=None, database=None, derandomize=True)
+    @given(NEWER)
+    def look_at_newer(call: tuple[Endpoint, bytes]) -> None:
+        newer[call[0]] += isinstance(parse(*call, N_MAX), GenerationRequest)
+
+    look_at_newer()
+    assert set(+newer) == set(INPUTS), newer
     read = sum(count for kind, count in seen.items() if "stream" in kind)
     assert read > 50, seen
     assert {

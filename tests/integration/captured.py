@@ -152,7 +152,7 @@ ANY_LENGTH = {"prompt_token_ids", "bytes", "tokens", "token_strs"}
 TOKENIZED = {"prompt_tokens", "total_tokens", "input_tokens", "original_input_tokens", "count"}
 """Counts that the tokenizer decides where the prompt is a text."""
 ID = re.compile(
-    r"(chatcmpl|cmpl|resp|msg|modelperm|embd|pooling|score)[-_]([0-9a-f]{16}|my-req-42|bodyid7)|tiny|model"
+    r"(chatcmpl|cmpl|resp|msg|modelperm|embd|pooling|score)[-_]([0-9a-f]{16}|my-req-42|bodyid7|mine)|tiny|model"
 )
 
 

@@ -225,7 +225,7 @@ VARIANTS = (
     "/v1\\chat\\completions", "/health/../v1/chat/completions", "/admin/v1/../../v1/completions",
 )  # fmt: skip
 ENGINE_PATHS = (
-    "/responses", "/v1/responses", "/embeddings", "/v1/messages/count_token", "/v1/audio/transcriptions",
+    "/responses", "/v1/responses/", "/embeddings", "/v1/messages/count_token", "/v1/audio/transcriptions",
     "/v2/score", "/v3/rerank", "/rerank/", "/Score", "/v1/pooling", "/classify", "/generate", "/invocations",
     "/inference/v1/generate", "/v1/tokenize", "/detokenize/", "/tokenizer_info", "/v1/load_lora_adapter",
     "/v1/unload_lora_adapter", "/sleep", "/wake_up", "/is_sleeping", "/abort_requests", "/reset_prefix_cache",

@@ -45,6 +45,8 @@ NOT_REPEATED = {
 }
 SERIES = ["dev_comp1", "dev_comp2_hit", "dev_comp3_salt", "dev_comp4_stream", "dev_prio", "dev_chat_stream"]
 """Recorded one after the other on one server, so that the second one meets the blocks of the first."""
+STORED = ["responses_stored", "responses_get", "responses_cancel_sync"]
+"""The same of a server that stores responses."""
 POOLING, CLASSIFYING = "pool_", "classify_"
 """Beginnings of the names of captures from models that pool, once converted to embed, once to classify."""
 DEV = [
@@ -60,6 +62,7 @@ PATHS = {
 HEADERS = {"options_chat": [("origin", "http://x"), ("access-control-request-method", "POST")]}
 EMBEDDED_TOO_LONG = {"model": "tiny", "input": [[10] * 4097]}
 IDS = re.compile(rb'"(prompt|input)":\s*\[[\s\[]*[0-9]')
+STORED_BODY = {"model": "tiny", "input": "def foo", "max_output_tokens": 4, "ignore_eos": True}
 LONG_TEXT = "def foo " * 4000
 MESSAGES = [{"role": "user", "content": LONG_TEXT}]
 BODIES = {
@@ -83,6 +86,7 @@ BODIES = {
         range(10, 110), echo=True, max_tokens=2, stream=True, stream_options={"include_usage": True}
     ),
     "dev_prio": ids(range(10, 110), echo=True, max_tokens=2, priority=5),
+    "responses_stored": json.dumps({**STORED_BODY, "request_id": "resp_ad1a2aec563b735a"}).encode(),
     "pool_embed_full": json.dumps({"model": "tiny", "input": [[10] * 4096]}).encode(),
     "pool_embed_too_long": json.dumps(EMBEDDED_TOO_LONG).encode(),
     "pool_embed_too_long_cut": json.dumps({**EMBEDDED_TOO_LONG, "truncate_prompt_tokens": -1}).encode(),
@@ -108,7 +112,7 @@ FIRST_TOKEN_LOST = {"responses_stream"}
 
 def names() -> list[str]:
     found = {path.stem for path in FOLDER.glob("*.txt") if not path.stem.startswith("metrics_")}
-    return sorted(found - {*NOT_REPEATED, *SERIES, *DEV})
+    return sorted(found - {*NOT_REPEATED, *SERIES, *STORED, *DEV})
 
 
 def names_of(kind: str) -> list[str]:
@@ -177,13 +181,22 @@ def test_prefix_hits_and_figures_of_one_call_after_the_other(developed: Mock) ->
         compare(capture_of(name), developed.url)
 
 
+def test_a_response_that_is_asked_for_again() -> None:
+    mock = Mock(*ENGINE, "--responses-store")
+    try:
+        for name in STORED:
+            compare(capture_of(name), mock.url)
+    finally:
+        mock.stop()
+
+
 def test_the_routes_of_the_dev_mode(developed: Mock) -> None:
     for name in DEV:
         compare(capture_of(name), developed.url)
 
 
 def test_every_capture_is_accounted_for() -> None:
-    known = {*names(), *NOT_REPEATED, *SERIES, *DEV}
+    known = {*names(), *NOT_REPEATED, *SERIES, *STORED, *DEV}
     assert {path.stem for path in FOLDER.glob("*.txt") if not path.stem.startswith("metrics_")} == known
     assert {*PATHS, *HEADERS, *BODIES, *ALLOWED} <= known
 

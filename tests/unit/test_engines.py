@@ -103,6 +103,8 @@ def test_whoever_answers_is_asked_in_turn(watch: Watch) -> None:
     watch.resting["a"] = "asleep"
     assert [fleet.any_up([]) for _ in range(2)] == ["b", "b"]
     assert fleet.any_up(["b"]) == "a", "its tokenizer is awake"
+    assert [fleet.any_up([], only) for only in ("a", "b", "c", "b")] == ["a", "b", None, "b"]
+    assert fleet.any_up(["b"], "b") is None
 
 
 # -- limits --------------------------------------------------------------------------------------------------------

@@ -165,7 +165,9 @@ def stream(cycle: type[Cycle] = Cycle, version: str = "1.1", drop_usage: bool = 
         request_id="",
         request=cast(
             Any,
-            SimpleNamespace(holds_blocks=True, dialect=Dialect.OPENAI, include_usage_asked=not drop_usage),
+            SimpleNamespace(
+                path="", holds_blocks=True, dialect=Dialect.OPENAI, include_usage_asked=not drop_usage
+            ),
         ),
         headers=[],
         fleet=cast(Any, SimpleNamespace(name="demo")),

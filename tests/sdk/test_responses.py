@@ -1,0 +1,80 @@
+"""OpenAI's client and its responses, over two gateways and two replicas on one store, all real processes."""
+
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from tests.processes import GatewayProcess, Mock, wait_until, world
+
+Running = tuple[list[GatewayProcess], list[str], list[Mock]]
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Running]:
+    with world() as here:
+        mocks = [here.mock("--responses-store", "--step-base-ms", "2") for _ in range(2)]
+        pools = [{"name": "only", "replicas": [mock.url for mock in mocks]}]
+        config, keys = here.config(pools, {"name": "one"}, {"name": "two"})
+        yield [here.gateway(config, keys[0]) for _ in range(2)], keys, mocks
+
+
+def client(gateway: GatewayProcess, key: str = "") -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{gateway.url}/v1", api_key=key or gateway.key, max_retries=0)
+
+
+def test_a_response(running: Running) -> None:
+    with client(running[0][0]) as ours:
+        answer = ours.responses.create(
+            model="demo", input="hi", instructions="Be brief.", max_output_tokens=5
+        )
+    assert (answer.status, answer.usage and answer.usage.output_tokens) == ("incomplete", 5)
+    assert len(answer.output_text.split()) == 5
+
+
+def test_a_stream(running: Running) -> None:
+    with (
+        client(running[0][0]) as ours,
+        ours.responses.stream(
+            model="demo", input=[{"role": "user", "content": "hi"}], max_output_tokens=5
+        ) as stream,
+    ):
+        events = list(stream)
+        final = stream.get_final_response()
+    assert [event.type for event in events].count("response.output_text.delta") == 5
+    assert final.usage
+    assert final.usage.output_tokens == 5
+
+
+def test_any_gateway_finds_it_for_its_key(running: Running) -> None:
+    gateways, keys, _ = running
+    with client(gateways[0]) as here, client(gateways[1]) as there, client(gateways[1], keys[1]) as stranger:
+        made = [here.responses.create(model="demo", input="hi", max_output_tokens=2) for _ in range(6)]
+        for response in made:
+            assert there.responses.retrieve(response.id).output_text == response.output_text
+            with pytest.raises(openai.NotFoundError) as unknown:
+                stranger.responses.retrieve(response.id)
+            assert unknown.value.code == "not_found"
+        with pytest.raises(openai.BadRequestError, match="Cannot cancel a synchronous response"):
+            there.responses.cancel(made[0].id)
+
+
+def test_a_stream_that_breaks_is_an_error(running: Running) -> None:
+    gateways, _, mocks = running
+    for mock in mocks:
+        mock.reset()
+        mock.fail("reset_after_events:6", count=1)
+    with client(gateways[0]) as ours, pytest.raises(openai.APIError, match="engine failed"):
+        list(ours.responses.create(model="demo", input="hi", max_output_tokens=50, stream=True))
+    for mock in mocks:
+        mock.reset()
+    wait_until(gateways[0].is_quiet, "nothing is held")
+
+
+def test_errors_are_typed(running: Running) -> None:
+    with client(running[0][0]) as ours:
+        with pytest.raises(openai.BadRequestError) as limit:
+            ours.responses.create(model="demo", input="hi", max_output_tokens=0)
+        assert limit.value.param == "max_output_tokens"
+        with pytest.raises(openai.NotFoundError):
+            ours.responses.create(model="nope", input="hi")
