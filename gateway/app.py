@@ -17,14 +17,25 @@ from typing import Any
 
 from gateway import __version__, all_fleets
 from gateway.call import Fleet
-from gateway.config import ConfigError, Jwt, PriorityClass, Secrets, Settings, Upstream, load_keys, text_of
+from gateway.config import (
+    ConfigError,
+    Jwt,
+    PriorityClass,
+    Secrets,
+    Settings,
+    Upstream,
+    load_keys,
+    text_of,
+)
 from gateway.config import Fleet as FleetSettings
 from gateway.core import quota
 from gateway.core.books import FleetConfig
+from gateway.core.capacity import Rules as CapacityRules
 from gateway.core.events import Event as Fact
 from gateway.core.lifecycle import Event
 from gateway.fleetdesk import FleetDesk
 from gateway.flow import Flow
+from gateway.found import FoundReplicas, names_by_pool, replica_specs
 from gateway.http.admin import create_api
 from gateway.http.auth import Callers, Key, Keyring, TrustedHeader, anonymous
 from gateway.http.errors import safe_request_id
@@ -43,10 +54,12 @@ from gateway.telemetry.prometheus import CONTENT_TYPE, Metrics
 from gateway.telemetry.workers import Place, Workers
 from gateway.tokens.tiktoken_counter import TiktokenCounter
 from gateway.upstream.api import Access
+from gateway.upstream.capacity import Meter
 from gateway.upstream.client import EngineClient, tls_context
 from gateway.upstream.engines import FleetPlan, WatchedEngines
-from gateway.upstream.fleet import FleetWatch, ReplicaSpec
+from gateway.upstream.fleet import FleetWatch, ReadPage
 from gateway.upstream.limits import UpstreamLimits
+from gateway.upstream.metrics_text import EnginePage
 from gateway.upstream.scraper import Scraper
 
 log = logging.getLogger("kvgate.app")
@@ -83,27 +96,71 @@ class FleetRoom:
         settings: Settings,
         fleet: FleetSettings,
         accesses: Mapping[str, Access],
+        metrics: Metrics,
         observer: Callable[[Fact], None],
     ):
         """`accesses` by pool."""
+        self._settings, self._configured, self._metrics = settings, fleet, metrics
         self._accesses = accesses
-        names = frozenset(fleet.models)
-        self.watch = FleetWatch(_replica_specs(fleet, accesses), names, self._on_change, scraper=Scraper())
+        self.found = FoundReplicas(self._use_found, partial(metrics.reload_failed, "replicas"))
+        self.watch = FleetWatch(
+            replica_specs(fleet, {}, accesses),
+            frozenset(fleet.models),
+            self._on_change,
+            scraper=Scraper(),
+            measure=self._measure,
+        )
         self.engines = WatchedEngines(_plan(settings, fleet), self.watch)
         self.ledger = _ledger(settings, fleet.name, self.engines.books_config, observer)
+        self._meter = Meter(self.ledger.seats, self._rules, self._others_are_warm, self.engines.holds_more)
         self.fleet = Fleet(fleet.name, self.engines, self.ledger)
         self.models = fleet.models
 
+    async def start(self) -> None:
+        """Return once all replicas that can be found were asked."""
+        self.watch.start()
+        self.found.follow(self._configured)
+        await self.found.looked()
+        await self.watch.tried()
+
+    async def run(self) -> None:
+        """Until cancelled: nothing is said to the store before it is known which replicas there are."""
+        await self.found.told()
+        await self.ledger.run()
+
+    async def close(self) -> None:
+        await self.found.close()
+        await self.watch.close()
+
     def use(self, settings: Settings, fleet: FleetSettings) -> None:
         """Another configuration that `check_reload` allows; the store hears of it with the next batch."""
+        self._settings, self._configured = settings, fleet
         self.models = fleet.models
-        self.watch.update(_replica_specs(fleet, self._accesses), frozenset(fleet.models))
-        self.engines.update(_plan(settings, fleet))
+        self.found.follow(fleet)
+        self._use_found()
+
+    def _use_found(self) -> None:
+        """A replica that is gone gets no new calls; its streams go on."""
+        fleet = self._configured
+        specs = replica_specs(fleet, self.found.of, self._accesses)
+        self.watch.update(specs, frozenset(fleet.models))
+        self.engines.update(_plan(self._settings, fleet))
         self.ledger.reconfigure()
+        self._metrics.know_replicas(fleet.name, names_by_pool(fleet, specs))
 
     async def state(self) -> dict[str, Any]:
         """What the store holds of the fleet; it is not asked while it is known to be away."""
         return await _state_of(self.ledger)
+
+    def _rules(self) -> CapacityRules:
+        slow_start_ms = round(self._configured.slow_start_seconds * 1000)
+        return CapacityRules(self._settings.server.n_max, slow_start_ms)
+
+    def _others_are_warm(self, replica: str) -> bool:
+        return self.watch.others_are_warm(replica, self._configured.slow_start_seconds)
+
+    async def _measure(self, replica: str, read: ReadPage) -> EnginePage:
+        return await self._meter.measure(replica, read)
 
     async def _on_change(self, names: frozenset[str]) -> None:
         self.engines.changed()
@@ -188,7 +245,8 @@ class Gateway:
         self._call_records = CallRecords()
         accesses = _accesses(settings, secrets)
         self._rooms = [
-            FleetRoom(settings, fleet, accesses[fleet.name], self._observe) for fleet in settings.fleets
+            FleetRoom(settings, fleet, accesses[fleet.name], self._metrics, self._observe)
+            for fleet in settings.fleets
         ]
         self._limits = LimitsRoom(settings, self._observe)
         self._keys = Keyring((), None if settings.auth.required else anonymous(settings.default_class))
@@ -281,12 +339,12 @@ class Gateway:
         """All of it or, where `check_reload` raises ConfigError, nothing."""
         check_reload(self._settings, settings)
         self._settings = settings
+        self._metrics.know(_metric_names(settings), [c.name for c in settings.classes])
         for room, fleet in zip(self._rooms, settings.fleets, strict=True):
             room.use(settings, fleet)
         self._limits.use(settings)
         self._name_models()
         self._proxy.use(_edge_settings(settings))
-        self._metrics.know(_metric_names(settings), [c.name for c in settings.classes])
 
     # -- life ----------------------------------------------------------------------------------------------------
 
@@ -297,13 +355,11 @@ class Gateway:
             self._call_log.start()
         if self._workers:
             await self._workers.start()
+        starting = [asyncio.create_task(room.start()) for room in self._rooms]
+        await asyncio.wait(starting, timeout=DISCOVERY_SECONDS)
+        self._tasks += starting
         for room in self._rooms:
-            room.watch.start()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(DISCOVERY_SECONDS):
-                await asyncio.gather(*(room.watch.tried() for room in self._rooms))
-        for room in self._rooms:
-            self._tasks.append(loop.create_task(room.ledger.run()))
+            self._tasks.append(loop.create_task(room.run()))
         self._tasks.append(loop.create_task(self._limits.run()))
         self._tasks.append(loop.create_task(self.calls.watch_writes()))
         self._tasks += [loop.create_task(watch.run()) for watch in self._followed]
@@ -340,7 +396,7 @@ class Gateway:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._shared.close()
         for room in self._rooms:
-            await room.watch.close()
+            await room.close()
         await self._upstream.close()
         self._counter.close()
         if self._call_log:
@@ -355,6 +411,8 @@ class Gateway:
         if self.calls.draining:
             return "draining"
         for room in self._rooms:
+            if silent := room.found.silent:
+                return f"nothing says yet which replicas fleet {room.fleet.name} has in {', '.join(silent)}"
             if not room.ledger.ready:
                 return f"the store does not answer, or was just started and does not admit yet: {room.fleet.name}"
             if not any(state.up for state in room.watch.states()):
@@ -513,25 +571,6 @@ def _accesses(settings: Settings, secrets: Secrets) -> dict[str, dict[str, Acces
         }
         for fleet in settings.fleets
     }
-
-
-def _replica_specs(fleet: FleetSettings, accesses: Mapping[str, Access]) -> list[ReplicaSpec]:
-    defaults = ReplicaSpec("", "", "")
-    return [
-        ReplicaSpec(
-            pool=pool.name,
-            name=replica.name,
-            url=replica.url,
-            num_gpu_blocks=replica.num_gpu_blocks,
-            block_size=replica.block_size,
-            max_model_len=replica.max_model_len,
-            max_num_seqs=replica.max_num_seqs or defaults.max_num_seqs,
-            prefill_tokens=replica.prefill_tokens or defaults.prefill_tokens,
-            access=accesses[pool.name],
-        )
-        for pool in fleet.pools
-        for replica in pool.replicas
-    ]
 
 
 def _plan(settings: Settings, fleet: FleetSettings) -> FleetPlan:

@@ -13,7 +13,7 @@ from datetime import UTC, date, datetime
 from ipaddress import ip_network
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import SplitResult, parse_qsl, quote, urlsplit
 
 import msgspec
@@ -196,7 +196,9 @@ class Replica(_Strict, frozen=True, kw_only=True):
     url: str
     """Scheme, host and port only."""
     name: NameOrDefault = ""
-    """Never empty once loaded: host and port where the file gives none."""
+    """Never empty once loaded: host and port where the file gives none, and the rank where there is one."""
+    data_parallel_rank: Annotated[int, Meta(ge=0, le=4_095)] | None = None
+    """Of the engines behind one URL."""
     num_gpu_blocks: Annotated[int, Meta(ge=2, le=INT_MAX)] | None = None
     block_size: Annotated[int, Meta(ge=1, le=65_536)] | None = None
     max_model_len: Count | None = None
@@ -204,12 +206,48 @@ class Replica(_Strict, frozen=True, kw_only=True):
     prefill_tokens: Count | None = None
 
 
+class EndpointSlices(_Strict, frozen=True, kw_only=True):
+    """The pods of a Kubernetes service, as its API lists them."""
+
+    service: Annotated[str, Meta(pattern=r"\A[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?\Z")]
+    namespace: Annotated[str, Meta(pattern=r"\A[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?\Z")]
+    port: Annotated[str, Meta(max_length=63)] | Annotated[int, Meta(ge=1, le=65_535)] = ""
+    """Name or number; "" = the only one."""
+    scheme: Literal["http", "https"] = "http"
+    api: str = "https://kubernetes.default.svc"
+    token_file: Annotated[str, Meta(min_length=1)] = "/var/run/secrets/kubernetes.io/serviceaccount/token"
+    ca_file: Annotated[str, Meta(min_length=1)] = "/var/run/secrets/kubernetes.io/serviceaccount/ca.crt"
+
+
+class ReplicasFrom(_Strict, frozen=True, kw_only=True):
+    """Where a pool's replicas are looked for while the gateway runs: one of the three."""
+
+    dns: str | None = None
+    """Scheme, host and port: each address of the host is a replica."""
+    file: Annotated[str, Meta(min_length=1)] | None = None
+    endpoint_slices: EndpointSlices | None = None
+    seconds: Annotated[float, Meta(ge=0.1, le=3_600)] = 5
+    """Between two looks, but for a file."""
+    num_gpu_blocks: Annotated[int, Meta(ge=2, le=INT_MAX)] | None = None
+    """This and the following: of each replica that is found."""
+    block_size: Annotated[int, Meta(ge=1, le=65_536)] | None = None
+    max_model_len: Count | None = None
+    max_num_seqs: Count | None = None
+    prefill_tokens: Count | None = None
+
+
+REPLICAS_MAX = 256
+"""Of one pool."""
+
+
 class Pool(_Strict, frozen=True, kw_only=True):
     name: Name
     max_prompt_tokens: Count | None = None
     upstream: Access = Access()
     """Once loaded with what `upstream` of the file says where it says nothing."""
-    replicas: Annotated[tuple[Replica, ...], Meta(min_length=1, max_length=256)]
+    replicas: Annotated[tuple[Replica, ...], Meta(max_length=REPLICAS_MAX)] = ()
+    replicas_from: ReplicasFrom | None = None
+    """Beside those of the list."""
 
 
 class Fleet(_Strict, frozen=True, kw_only=True):
@@ -224,6 +262,8 @@ class Fleet(_Strict, frozen=True, kw_only=True):
     speculative_tokens: Annotated[int, Meta(ge=0, le=1_024)] = 0
     token_factor: Annotated[float, Meta(ge=0.5, le=4)] = 1.0
     overtake_blocks: CountOrZero | None = None
+    slow_start_seconds: Annotated[float, Meta(ge=0, le=3_600)] = 30
+    """Until a replica that has just been started beside others has all its blocks; 0 = at once."""
     lanes: dict[str, tuple[str, ...]] = {}
     """One a pool once loaded, named as the pool, with the pools that its calls may use in order."""
     pools: Annotated[tuple[Pool, ...], Meta(min_length=1, max_length=8)]
@@ -362,6 +402,47 @@ def parse_key(fields: Mapping[str, Any]) -> KeyEntry:
     entry = _convert(raw, KeyEntry)
     _check_class_name(entry.class_, "class")
     return entry
+
+
+class _ReplicasFile(_Strict, frozen=True, kw_only=True):
+    replicas: Annotated[tuple[Replica, ...], Meta(max_length=REPLICAS_MAX)]
+
+
+def load_replicas(source: ReplicasFrom) -> tuple[Replica, ...]:
+    """What the file of a source lists, as the configuration does: replicas, or `{replicas: [...]}`.
+
+    Raises ConfigError.
+    """
+    path = Path(source.file or "")
+    document = _Document.of(text_of(path), path.name)
+    try:
+        raw = {"replicas": document.value} if isinstance(document.value, list) else _section(document.value)
+        _normalise_replicas(raw)
+        replicas = _convert(raw, _ReplicasFile).replicas
+        found = tuple(
+            _completed_replica(_with_numbers(replica, source), f"replicas[{i}]")
+            for i, replica in enumerate(replicas)
+        )
+        _unique("replicas[{}].name", (replica.name for replica in found), "replica")
+        return found
+    except ConfigError as error:
+        raise ConfigError(error.path, error.problem, document.where(error.path)) from None
+
+
+def found_replicas(source: ReplicasFrom, urls: Iterable[str]) -> tuple[Replica, ...]:
+    """Those that a source found, in order.  Raises ConfigError."""
+    unique = sorted(set(urls))
+    if len(unique) > REPLICAS_MAX:
+        raise ConfigError("replicas_from", f"finds {len(unique)} replicas, a pool has {REPLICAS_MAX} at most")
+    return tuple(
+        _completed_replica(_with_numbers(Replica(url=url), source), "replicas_from") for url in unique
+    )
+
+
+def _with_numbers(replica: Replica, source: ReplicasFrom) -> Replica:
+    """A replica's own numbers go first."""
+    names = ("num_gpu_blocks", "block_size", "max_model_len", "max_num_seqs", "prefill_tokens")
+    return replace(replica, **{name: getattr(replica, name) or getattr(source, name) for name in names})
 
 
 def load_secrets(settings: Settings, environ: Mapping[str, str]) -> Secrets:
@@ -548,9 +629,13 @@ def _normalise(raw: dict[str, Any]) -> None:
         del raw[name]  # `store:` with nothing under it is a section of defaults
     for fleet in _dicts(raw.get("fleets")):
         for pool in _dicts(fleet.get("pools")):
-            replicas = pool.get("replicas")
-            if isinstance(replicas, list):
-                replicas[:] = [{"url": entry} if isinstance(entry, str) else entry for entry in replicas]
+            _normalise_replicas(pool)
+
+
+def _normalise_replicas(raw: dict[str, Any]) -> None:
+    replicas = raw.get("replicas")
+    if isinstance(replicas, list):
+        replicas[:] = [{"url": entry} if isinstance(entry, str) else entry for entry in replicas]
 
 
 def _inherit_queue(raw: dict[str, Any]) -> None:
@@ -815,6 +900,8 @@ def _completed_fleet(fleet: Fleet, path: str, folder: Path, common: Access) -> F
                 _completed_replica(replica, f"{path}.pools[{p}].replicas[{r}]")
                 for r, replica in enumerate(pool.replicas)
             ),
+            replicas_from=pool.replicas_from
+            and _completed_source(pool.replicas_from, f"{path}.pools[{p}].replicas_from", folder),
         )
         for p, pool in enumerate(fleet.pools)
     )
@@ -834,17 +921,30 @@ def _name_from_model(model: str, path: str) -> str:
     return name
 
 
-def _completed_replica(replica: Replica, path: str) -> Replica:
-    url = _split(replica.url, f"{path}.url")
+def _completed_source(source: ReplicasFrom, path: str, folder: Path) -> ReplicasFrom:
+    if source.dns is not None:
+        source = replace(source, dns=_completed_replica(Replica(url=source.dns), path, "dns").url)
+    if (slices := source.endpoint_slices) is not None:
+        api = _completed_replica(Replica(url=slices.api), f"{path}.endpoint_slices", "api").url
+        source = replace(source, endpoint_slices=replace(slices, api=api))
+    return replace(source, file=_absolute(source.file, folder))
+
+
+def _completed_replica(replica: Replica, path: str, setting: str = "url") -> Replica:
+    here = f"{path}.{setting}"
+    url = _split(replica.url, here)
     if url.scheme not in ("http", "https"):
-        raise ConfigError(f"{path}.url", "has to start with http:// or https://")
+        raise ConfigError(here, "has to start with http:// or https://")
     if url.path not in ("", "/") or url.query or url.fragment or url.username is not None:
-        raise ConfigError(f"{path}.url", "has to be scheme, host and port only, such as http://host:8000")
+        raise ConfigError(here, "has to be scheme, host and port only, such as http://host:8000")
     if not url.hostname:
-        raise ConfigError(f"{path}.url", "names no host")
+        raise ConfigError(here, "names no host")
     port = str(_port(url))
-    host = re.sub(r"[^a-z0-9-]", "-", url.hostname)[: NAME_LENGTH_MAX - len(port) - 1].strip("-")
-    return replace(replica, url=f"{url.scheme}://{url.netloc.lower()}", name=replica.name or f"{host}-{port}")
+    suffix = "" if replica.data_parallel_rank is None else f"-r{replica.data_parallel_rank}"
+    length = NAME_LENGTH_MAX - len(port) - len(suffix) - 1
+    host = re.sub(r"[^a-z0-9-]", "-", url.hostname)[:length].strip("-")
+    name = f"{host}-{port}{suffix}"
+    return replace(replica, url=f"{url.scheme}://{url.netloc.lower()}", name=replica.name or name)
 
 
 def _split(url: str, path: str) -> SplitResult:
@@ -1034,6 +1134,8 @@ def _check_fleet(fleet: Fleet, path: str) -> None:
     _unique(f"{path}.pools[{{}}].name", (pool.name for pool in fleet.pools), "pool")
     _check_bounds(fleet.pools, path)
     _check_lanes(fleet, path)
+    for p, pool in enumerate(fleet.pools):
+        _check_sources(pool, f"{path}.pools[{p}]")
     replicas = {
         f"{path}.pools[{p}].replicas[{r}]": replica.name
         for p, pool in enumerate(fleet.pools)
@@ -1046,6 +1148,20 @@ def _check_fleet(fleet: Fleet, path: str) -> None:
                 f"{here}.name", f"replica {name!r} is already {seen[name]}; give one another name"
             )
         seen[name] = here
+
+
+def _check_sources(pool: Pool, path: str) -> None:
+    source = pool.replicas_from
+    if source is None:
+        if not pool.replicas:
+            raise ConfigError(f"{path}.replicas", "lists none, and no replicas_from says where to look")
+        return
+    named = [name for name in ("dns", "file", "endpoint_slices") if getattr(source, name) is not None]
+    if len(named) != 1:
+        shown = " and ".join(named) or "none"
+        raise ConfigError(
+            f"{path}.replicas_from", f"has to name one of dns, file, endpoint_slices, names {shown}"
+        )
 
 
 def _check_bounds(pools: tuple[Pool, ...], path: str) -> None:
@@ -1089,16 +1205,20 @@ def _check_names_across(fleets: tuple[Fleet, ...]) -> None:
 
 def _check_urls_across(fleets: tuple[Fleet, ...]) -> None:
     """One engine under two replicas would be given out twice."""
-    owners: dict[tuple[str | None, int], str] = {}
+    owners: dict[tuple[str | None, int], dict[int | None, str]] = {}
     for f, fleet in enumerate(fleets):
         for p, pool in enumerate(fleet.pools):
             for r, replica in enumerate(pool.replicas):
                 here = f"fleets[{f}].pools[{p}].replicas[{r}].url"
-                url = urlsplit(replica.url)
-                address = url.hostname, _port(url)
-                if address in owners:
-                    raise ConfigError(here, f"{replica.url} is already {owners[address]}")
-                owners[address] = here
+                url, rank = urlsplit(replica.url), replica.data_parallel_rank
+                others = owners.setdefault((url.hostname, _port(url)), {})
+                # Without a rank it is all engines behind the URL.
+                taken = others.get(rank) or (
+                    next(iter(others.values()), "") if rank is None else others.get(None)
+                )
+                if taken:
+                    raise ConfigError(here, f"{replica.url} is already {taken}")
+                others[rank] = here
 
 
 # Keys -------------------------------------------------------------------------------------------------------

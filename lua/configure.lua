@@ -1,4 +1,5 @@
--- The operator's settings of a fleet, one replica's state as a gateway sees it, or who wants it to get no new calls.
+-- The operator's settings of a fleet, one replica's state as a gateway sees it, who wants it to get no new calls, or what
+-- its engine has taught.
 -- args: now, prefix of the wake channels, then
 --   'fleet', config, replicas: cmsgpack of {lease_ms, heartbeat_ms, overtake_blocks, {{lane, {pool...}}...},
 --     {{class, share in thousandths}...}} and of {{name, pool, limit, usable, sequences_max, prefill_max}...};
@@ -7,8 +8,13 @@
 --   'rest', teller, name, why: it gets no new calls, as far as the teller ('operator', or an owner) is concerned;
 --     why '' = it may
 --   'shut', 1 or 0: the fleet takes no new calls, or does
+--   'seat', scraper, name: a gateway offers to read the metrics of its engine
+--   'learn', scraper, name, number, limit, sequences, prefill, told: what the reader has learned, -1 = as configured
 -- Reply: {'ok', epoch, clock, policy}, with 'unknown' or 'fenced' in the place of 'ok' where there is no such replica or
---   owner and nothing was done | {'unconfigured'}
+--   owner and nothing was done | {'unconfigured'}; of the last two
+--   {'seat', clock, 1 or 0: it is the scraper's, ms that it lasts, number, held, configured, told} | {'unknown'} |
+--   {'late'}; held and configured: {limit, sequences, prefill}
+--- @include "lib/capacity"
 --- @include "lib/dispatch"
 --- @include "lib/queue"
 --- @include "lib/rests"
@@ -25,8 +31,8 @@ end
 local function configure_replica(name, pool, limit, usable, sequences_max, prefill_max)
   local replica = books.replicas[name]
   if not replica then
-    replica = {name = name, pool = pool, limit = 0, usable = 0, sequences_max = 0, prefill_max = 0, used = 0,
-      sequences = 0, prefill = 0, state = 'removed', held_for = ''}
+    replica = {name = name, pool = pool, limit = 0, usable = 0, sequences_usable = 0, sequences_max = 0,
+      prefill_max = 0, used = 0, sequences = 0, prefill = 0, state = 'removed', held_for = ''}
   end
   replica.pool = pool
   if replica.state == 'removed' then
@@ -34,7 +40,8 @@ local function configure_replica(name, pool, limit, usable, sequences_max, prefi
   end
   if limit >= 0 then
     replica.limit, replica.usable = limit, usable
-    replica.sequences_max, replica.prefill_max = sequences_max, prefill_max
+    replica.sequences_usable, replica.sequences_max, replica.prefill_max = sequences_max, sequences_max, prefill_max
+    capacity.keep_learned(replica)
   end
   books.place_replica(name, replica)
   books.meta.dirty = 1
@@ -90,6 +97,31 @@ local function adopt(known_config, packed_config, packed_replicas, known_replica
   books.set('policy', books.meta.policy + 1)
 end
 
+local function offer_seat(scraper, name)
+  local replica = books.replicas[name]
+  if not replica or replica.state == 'removed' then return {'unknown'} end
+  return capacity.seat(scraper, replica, capacity.take(scraper, replica))
+end
+
+local function learn(scraper, name, number, ...)
+  local replica = books.replicas[name]
+  local row = replica and rows.fetch(records.capacities, name)
+  if not row or replica.state == 'removed' then return {'unknown'} end
+  if row.scraper ~= scraper or number <= row.number then return {'late'} end
+  if capacity.learn(replica, row, number, ...) then
+    queue.recheck_parked()
+    books.meta.dirty = 1
+  end
+  dispatch.run()
+  return capacity.seat(scraper, replica, row)
+end
+
+-- Of whoever reads metrics, with a reply of its own.
+local function converse(args)
+  if args[3] == 'seat' then return offer_seat(args[4], args[5]) end
+  return learn(args[4], args[5], tonumber(args[6]), tonumber(args[7]), tonumber(args[8]), tonumber(args[9]), args[10])
+end
+
 function configure.run(keys, args)
   local now, wake, kind = args[1], args[2], args[3]
   books.begin(keys)
@@ -100,6 +132,11 @@ function configure.run(keys, args)
     config = args[4]
   end
   books.open(config, now)
+  if kind == 'seat' or kind == 'learn' then
+    local reply = converse(args)
+    books.write(wake)
+    return reply
+  end
   local status = 'ok'
   if kind == 'fleet' then configure_fleet(args[5]) else status = change(kind, args[4], args[5], args[6]) end
   dispatch.run()

@@ -74,6 +74,8 @@ class Replica:
     pool: str
     limit: int = 0
     usable: int = 0
+    sequences_usable: int = 0
+    """That one call may have alone: as many as are configured, whatever was learned."""
     sequences_max: int = 0
     prefill_max: int = 0
     used: int = 0
@@ -82,6 +84,27 @@ class Replica:
     state: str = "up"
     """`up`, `draining` (it answers, and gets no new calls), `down`, or `removed` from the configuration."""
     held_for: str = ""
+
+
+@dataclass(slots=True)
+class Capacity:
+    """What is configured for a replica whose engine's metrics are read, and what was learned from them
+    (`core/capacity.py`): its limits are the lower of each two."""
+
+    limit: int
+    sequences_max: int
+    prefill_max: int
+    limit_learned: int = -1
+    """-1 = as configured, here and below."""
+    sequences_learned: int = -1
+    prefill_learned: int = -1
+    scraper: str = ""
+    """The gateway process that reads them, until `lease_end`."""
+    lease_end: int = 0
+    number: int = 0
+    """Of the last reading."""
+    told: str = ""
+    """What the reader wants the next one to know."""
 
 
 @dataclass(slots=True)
@@ -239,6 +262,7 @@ class Books:
     arrivals: int = 0
     dirty: bool = False
     replicas: dict[str, Replica] = field(default_factory=dict)
+    capacities: dict[str, Capacity] = field(default_factory=dict)
     shut: bool = False
     """The operator has closed the fleet: no new calls."""
     rests: dict[tuple[str, str], str] = field(default_factory=dict)
@@ -340,6 +364,58 @@ class Books:
         replica = self.replicas.get(name)
         if replica and replica.state in ("up", "draining"):
             self._let_answer(replica)
+
+    def seat(self, now: int, run: str, scraper: str, name: str) -> Answer:
+        """A gateway offers to read a replica's metrics: one does at a time."""
+        if self.config is None:
+            return ["unconfigured"]
+        self._open(now, run)
+        replica = self.replicas.get(name)
+        if replica is None or replica.state == "removed":
+            return ["unknown"]
+        configured = (replica.limit, replica.sequences_max, replica.prefill_max)
+        capacity = self.capacities.setdefault(name, Capacity(*configured))
+        if capacity.lease_end <= self.clock:
+            capacity.scraper = scraper
+        if capacity.scraper == scraper:
+            capacity.lease_end = self.clock + self._fleet.lease_ms
+        return self._seat(scraper, replica, capacity)
+
+    def learn(
+        self, now: int, run: str, scraper: str, name: str, number: int, learned: Sequence[int], told: str
+    ) -> Answer:
+        """What the reader of a replica's metrics has learned: limit, sequences and prefill.  A later reading wins."""
+        if self.config is None:
+            return ["unconfigured"]
+        self._open(now, run)
+        replica, capacity = self.replicas.get(name), self.capacities.get(name)
+        if replica is None or replica.state == "removed" or capacity is None:
+            return ["unknown"]
+        if capacity.scraper != scraper or number <= capacity.number:
+            return ["late"]
+        capacity.limit_learned, capacity.sequences_learned, capacity.prefill_learned = learned
+        capacity.number, capacity.told = number, told
+        capacity.lease_end = self.clock + self._fleet.lease_ms
+        if self._apply(replica, capacity):
+            self._recheck_parked()
+            self.dirty = True
+        self._close()
+        return self._seat(scraper, replica, capacity)
+
+    def _seat(self, scraper: str, replica: Replica, capacity: Capacity) -> Answer:
+        held = [replica.used, replica.sequences, replica.prefill]
+        configured = [capacity.limit, capacity.sequences_max, capacity.prefill_max]
+        lease = [int(capacity.scraper == scraper), capacity.lease_end - self.clock]
+        return ["seat", self.clock, *lease, capacity.number, held, configured, capacity.told]
+
+    @staticmethod
+    def _apply(replica: Replica, capacity: Capacity) -> bool:
+        """True = a limit has changed."""
+        before = (replica.limit, replica.sequences_max, replica.prefill_max)
+        replica.limit = _lower(capacity.limit, capacity.limit_learned)
+        replica.sequences_max = _lower(capacity.sequences_max, capacity.sequences_learned)
+        replica.prefill_max = _lower(capacity.prefill_max, capacity.prefill_learned)
+        return before != (replica.limit, replica.sequences_max, replica.prefill_max)
 
     def hello(self, now: int, run: str, owner: str) -> Answer:
         """A new incarnation of a worker process.  The run id tells it whether the store lost its data."""
@@ -500,8 +576,18 @@ class Books:
             self._let_answer(replica)
         if not unknown:
             replica.limit, replica.usable = wanted.limit, wanted.usable
-            replica.sequences_max, replica.prefill_max = wanted.sequences_max, wanted.prefill_max
+            replica.sequences_usable = replica.sequences_max = wanted.sequences_max
+            replica.prefill_max = wanted.prefill_max
+            self._keep_learned(replica)
         self.dirty = True
+
+    def _keep_learned(self, replica: Replica) -> None:
+        """Its limits are as configured just now."""
+        capacity = self.capacities.get(replica.name)
+        if capacity:
+            capacity.limit, capacity.sequences_max = replica.limit, replica.sequences_max
+            capacity.prefill_max = replica.prefill_max
+            self._apply(replica, capacity)
 
     def _let_answer(self, replica: Replica) -> None:
         """It answers, so it may be given calls unless somebody says that it rests."""
@@ -525,6 +611,7 @@ class Books:
     def _forget_removed(self) -> None:
         for name in [r.name for r in self.replicas.values() if r.state == "removed" and not r.sequences]:
             del self.replicas[name]
+            self.capacities.pop(name, None)
 
     def _pools(self, lane: str) -> tuple[str, ...]:
         return dict(self._fleet.lanes).get(lane, ())
@@ -544,7 +631,7 @@ class Books:
             replica.state == "up"
             and replica.pool in self._pools(call.lane)
             and call.blocks <= replica.usable
-            and call.sequences <= replica.sequences_max
+            and call.sequences <= replica.sequences_usable
         )
 
     def _could_use(self, call: Call, replica: Replica) -> bool:
@@ -560,7 +647,7 @@ class Books:
             self._could_use(call, replica)
             and replica.held_for in ("", call.id)
             and (replica.used + call.blocks <= replica.limit or replica.used == 0)
-            and replica.sequences + call.sequences <= replica.sequences_max
+            and (replica.sequences + call.sequences <= replica.sequences_max or replica.sequences == 0)
             and (replica.prefill + call.prefill <= replica.prefill_max or replica.prefill == 0)
         )
 
@@ -1245,7 +1332,7 @@ class Books:
         lane = [
             r for r in self.replicas.values() if r.pool in self._pools(call.lane) and r.state != "removed"
         ]
-        fitting = [r for r in lane if call.blocks <= r.usable and call.sequences <= r.sequences_max]
+        fitting = [r for r in lane if call.blocks <= r.usable and call.sequences <= r.sequences_usable]
         if lane and not fitting and all(r.usable for r in lane):
             return [
                 "refused",
@@ -1526,7 +1613,7 @@ class Books:
         if target is None:
             return ["no_room"]
         fits = target.used + blocks <= target.limit or target.used == 0
-        room = fits and target.sequences + sequences <= target.sequences_max
+        room = fits and (target.sequences + sequences <= target.sequences_max or target.sequences == 0)
         if not force and not room:
             return ["no_room"]
         if known:
@@ -1664,6 +1751,10 @@ def _flow(call: Call) -> tuple[str, str, str]:
 
 def _by_end(place: Place) -> tuple[int, str]:
     return place.end, place.member
+
+
+def _lower(configured: int, learned: int) -> int:
+    return configured if learned < 0 else min(configured, learned)
 
 
 def _roomiest(replica: Replica) -> tuple[int, str]:

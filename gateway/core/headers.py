@@ -1,7 +1,7 @@
 """Which headers cross the gateway, in each direction.  Names are lower case, as ASGI has them."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 Header = tuple[bytes, bytes]
 _PLAIN = re.compile(rb"[ -~]*").fullmatch
@@ -31,6 +31,7 @@ _NOT_FOR_CLIENTS = _HOP_BY_HOP | {
 }
 """Hop by hop, the engine's own, or no longer true of the decoded and inspected body."""
 
+_RANK = b"x-data-parallel-rank"
 _NOTHING: frozenset[bytes] = frozenset()
 FOR_ENGINES = frozenset(
     {
@@ -42,7 +43,7 @@ FOR_ENGINES = frozenset(
         b"baggage",
         b"x-session-id",
         b"x-claude-code-session-id",
-        b"x-data-parallel-rank",
+        _RANK,
         b"endpoint-load-metrics-format",
     }
 )
@@ -70,6 +71,13 @@ def request_headers(client_headers: Iterable[Header], request_id: str) -> list[H
     passed.append((b"accept-encoding", b"identity"))
     passed.append((b"x-request-id", request_id.encode("ascii")))
     return passed
+
+
+def pinned(headers: Sequence[Header], rank: int | None) -> Sequence[Header]:
+    """For one data-parallel rank of an engine, whatever rank the client asked for: its blocks are reserved there."""
+    if rank is None:
+        return headers
+    return [*(header for header in headers if header[0] != _RANK), (_RANK, b"%d" % rank)]
 
 
 def _named_in_connection(headers: Iterable[Header]) -> frozenset[bytes]:

@@ -498,7 +498,7 @@ def _could_use(books: Snapshot, call: Call, replica: Replica) -> bool:
         and not _above_part(books, call, replica.pool)
         and replica.name not in call.exclude
         and call.blocks <= replica.usable
-        and call.sequences <= replica.sequences_max
+        and call.sequences <= replica.sequences_usable
     )
 
 
@@ -508,7 +508,7 @@ def _fits(books: Snapshot, call: Call, replica: Replica) -> bool:
         _could_use(books, call, replica)
         and replica.held_for in ("", call.id)
         and (idle or replica.used + call.blocks <= replica.limit)
-        and replica.sequences + call.sequences <= replica.sequences_max
+        and (replica.sequences + call.sequences <= replica.sequences_max or replica.sequences == 0)
         and (nothing_in_prefill or replica.prefill + call.prefill <= replica.prefill_max)
     )
 

@@ -4,9 +4,10 @@ import asyncio
 import logging
 import math
 import secrets
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gateway.core.books import FleetConfig
 from gateway.core.events import LeaseLost, Observer, StoreUp
@@ -71,6 +72,8 @@ class Keeper:
         """Replicas of which the store does not have the last that was seen."""
         self._told_run = ""
         self._tell_at = 0.0
+        self._errands: deque[tuple[tuple[str | int, ...], asyncio.Future[Any]]] = deque()
+        """Of `configure`, asked for by others: whoever asks waits for its answer before it asks again."""
         self._policy = 0
         """Number of the settings in the store when we last looked."""
         self._gate_open = False
@@ -116,6 +119,16 @@ class Keeper:
         self._untold.add(replica)
         self.wake()
 
+    def ask(self, *arguments: str | int) -> "asyncio.Future[Any]":
+        """The answer of `configure`, which is sent as soon as nothing else is on its way.  Raises StoreAway."""
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        if self._away_since is not None:
+            answer.set_exception(StoreAway("the store does not answer"))
+            return answer
+        self._errands.append((arguments, answer))
+        self.wake()
+        return answer
+
     def rest(self, replica: str, why: str) -> None:
         if self.rests.get(replica, "") == why:
             return
@@ -149,6 +162,7 @@ class Keeper:
             finally:
                 self._forget_sent()
                 self._connection.close()
+                self._drop_errands()
             await asyncio.sleep(PAUSES_SECONDS[min(self._failures, len(PAUSES_SECONDS) - 1)])
             self._failures += 1
 
@@ -249,6 +263,7 @@ class Keeper:
         if self._configure:
             await self._send_config()
         await self._tell_observations()
+        await self._run_errands()
         if reply.status == "ok":
             await self._read_share()
 
@@ -357,6 +372,20 @@ class Keeper:
             if (self.rests.get(replica), self.observed.get(replica)) == (why, up):
                 self._untold.discard(replica)
         self._told_run = self._connection.run_id
+
+    async def _run_errands(self) -> None:
+        while self._errands:
+            arguments, answer = self._errands[0]
+            if not answer.done():
+                reply = await self._connection.evaluate("configure", "", self._wake_prefix, *arguments)
+                if not answer.done():
+                    answer.set_result(decode_text(reply))
+            self._errands.popleft()
+
+    def _drop_errands(self) -> None:
+        while self._errands:
+            _, answer = self._errands.popleft()
+            answer.cancel()
 
     async def _tell(self, kind: str, *arguments: str | int) -> None:
         await self._connection.evaluate("configure", "", self._wake_prefix, kind, *arguments)

@@ -8,7 +8,8 @@ from gateway.core.books import FleetConfig
 
 FIELDS: dict[str, tuple[str, ...]] = {
     "replica": (
-        "pool", "limit", "usable", "sequences_max", "prefill_max", "used", "sequences", "prefill", "state", "held_for",
+        "pool", "limit", "usable", "sequences_usable", "sequences_max", "prefill_max", "used", "sequences", "prefill",
+        "state", "held_for",
     ),
     "call": (
         "state", "owner", "replica", "pool", "key", "class", "lane", "blocks", "sequences", "prefill", "prefilling",
@@ -22,6 +23,10 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "once": ("id",),
     "line": ("virtual", "waiting", "blocks", "weights", "credit"),
     "lane": ("blocked", "book", "since"),
+    "capacity": (
+        "limit", "sequences_max", "prefill_max", "limit_learned", "sequences_learned", "prefill_learned", "scraper",
+        "lease_end", "number", "told",
+    ),
     "drain": ("start", "current", "previous", "last"),
 }  # fmt: skip
 

@@ -9,6 +9,7 @@ from gateway.ledger.address import parse
 from gateway.ledger.connection import finder
 from gateway.ledger.records import decode_record, decode_rests
 from gateway.ledger.scripts import KEY_NAMES, fleet_keys, snapshot_script
+from gateway.ledger.seats import read_learned
 from gateway.ledger.wire import StoreAway, Wire, connect
 
 PAGE_SIZE = 500
@@ -58,7 +59,7 @@ async def read_state(url: str, fleet: str) -> dict[str, Any]:
     queued = _queued(meta)
     waiting = sum(sum(classes.values()) for classes in queued.values())
     return {
-        "pools": _pools(replicas, _reasons(meta)),
+        "pools": _pools(replicas, _reasons(meta), _capacities(meta)),
         "reserved": sum(row["used"] for row in replicas.values()),
         "debt": sum(map(_debt, replicas.values())),
         "leases": max(calls - waiting, 0),  # the two are read one after the other
@@ -73,6 +74,32 @@ def _records(kind: str, rows: dict[str, bytes]) -> dict[str, dict[str, Any]]:
     return {name: decode_record(kind, packed) for name, packed in rows.items()}
 
 
+def _capacities(meta: dict[str, bytes]) -> dict[str, dict[str, Any]]:
+    """What each replica's engine has taught, of those whose metrics are being read now."""
+    clock, prefix = int(meta.get("clock", 0)), "capacity:"
+    rows = _records("capacity", {n.removeprefix(prefix): m for n, m in meta.items() if n.startswith(prefix)})
+    return {name: row for name, row in rows.items() if row["lease_end"] > clock}
+
+
+def _engine(capacity: dict[str, Any] | None) -> dict[str, Any] | None:
+    """What the engine's own metrics say, and what follows from it; None = nobody reads them, or they cannot be read."""
+    learned = read_learned(capacity["told"]) if capacity else None
+    if capacity is None or learned is None:
+        return None
+    reading = learned.engine
+    return {
+        "incarnation": learned.incarnation,
+        "strangers": learned.strangers_blocks,
+        "kv_use": reading.kv_use,
+        "running": reading.running,
+        "waiting": reading.waiting,
+        "preemptions": reading.preemptions,
+        "prefix_queries": reading.prefix_queries,
+        "prefix_hits": reading.prefix_hits,
+        "swaps": reading.swaps,
+    }
+
+
 def _reasons(meta: dict[str, bytes]) -> dict[str, list[str]]:
     """Why each replica that rests does."""
     reasons: dict[str, set[str]] = {}
@@ -81,7 +108,11 @@ def _reasons(meta: dict[str, bytes]) -> dict[str, list[str]]:
     return {replica: sorted(whys) for replica, whys in reasons.items()}
 
 
-def _pools(replicas: dict[str, dict[str, Any]], reasons: dict[str, list[str]]) -> dict[str, Any]:
+def _pools(
+    replicas: dict[str, dict[str, Any]],
+    reasons: dict[str, list[str]],
+    capacities: dict[str, dict[str, Any]],
+) -> dict[str, Any]:
     pools: dict[str, Any] = {}
     for name, row in sorted(replicas.items()):
         pool = pools.setdefault(row["pool"], {"replicas": {}})
@@ -90,9 +121,12 @@ def _pools(replicas: dict[str, dict[str, Any]], reasons: dict[str, list[str]]) -
             "reserved": row["used"],
             "debt": _debt(row),
             "sequences": row["sequences"],
+            "sequences_limit": row["sequences_max"],
             "prefill_tokens": row["prefill"],
+            "prefill_tokens_limit": row["prefill_max"],
             "state": row["state"],
             "rests": reasons.get(name, []),
+            "engine": _engine(capacities.get(name)) if row["state"] in ("up", "draining") else None,
         }
     return pools
 

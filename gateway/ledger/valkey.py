@@ -30,6 +30,7 @@ from gateway.ledger.keeper import Keeper
 from gateway.ledger.records import decode_text
 from gateway.ledger.reservation import Ask, Phase
 from gateway.ledger.scripts import fleet_keys, key_prefix
+from gateway.ledger.seats import Seats
 from gateway.ledger.share import Sharing
 from gateway.ledger.state import read_state
 from gateway.ledger.wire import StoreAway
@@ -121,6 +122,7 @@ class ValkeyLedger:
         self._keeper = Keeper(
             self, Connection(url, fleet_keys(fleet), observer, reply_seconds), url, prefix, config, observer
         )
+        self.seats = Seats(self._keeper.ask)
 
     # -- the request path ----------------------------------------------------------------------------------------
 

@@ -141,7 +141,7 @@ class Counted:
             "kvgate_share_admissions", "Calls admitted by a process alone, without the store", ("fleet",)
         )
         self.reload_failures = Counter("kvgate_reload_failures", "Changes of a file not used", ("file",))
-        for file in ("config", "keys", "jwt"):
+        for file in ("config", "keys", "jwt", "replicas"):
             self.reload_failures.add((file,), 0)
         self.calls_lost = Counter(
             "kvgate_call_log_lost", "Calls that ended and are not in the file of `log.calls`", ()

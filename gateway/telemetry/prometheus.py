@@ -10,7 +10,7 @@ from typing import Any
 
 from prometheus_client import PlatformCollector, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
-from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from gateway.core.events import (
@@ -27,6 +27,7 @@ from gateway.core.events import (
 from gateway.core.quota import ALL_FLEETS
 from gateway.core.rests import Why
 from gateway.telemetry.counted import Counted, Labels, Snapshot, Totals
+from gateway.telemetry.replicas import add, gauge, replica_families
 from gateway.telemetry.workers import RollCall
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
@@ -40,13 +41,15 @@ class _Known:
     def __init__(self, fleets: Mapping[str, Mapping[str, Collection[str]]], classes: Collection[str]) -> None:
         self.fleets = tuple(fleets)
         self._pools = {(fleet, pool) for fleet, pools in fleets.items() for pool in pools}
-        self._replicas = {
-            (fleet, pool, replica)
-            for fleet, pools in fleets.items()
-            for pool, replicas in pools.items()
-            for replica in replicas
-        }
+        self._replicas: set[tuple[str, str, str]] = set()
+        for fleet, pools in fleets.items():
+            self.replace(fleet, pools)
         self._classes = frozenset(classes)
+
+    def replace(self, fleet: str, pools: Mapping[str, Collection[str]]) -> None:
+        """The replicas of a fleet."""
+        self._replicas = {place for place in self._replicas if place[0] != fleet}
+        self._replicas |= {(fleet, pool, replica) for pool, names in pools.items() for replica in names}
 
     def fleet(self, fleet: str) -> str:
         """The books of the limits over all fleets have their series, too."""
@@ -107,6 +110,10 @@ class Metrics:
             for counter in (self._counted.expired, self._counted.healed, self._counted.shared):
                 counter.add((fleet,), 0)
 
+    def know_replicas(self, fleet: str, pools: Mapping[str, Collection[str]]) -> None:
+        """Other replicas of a known fleet, by pool."""
+        self._known.replace(fleet, pools)
+
     def set_state(self, fleet: str, state: Mapping[str, Any]) -> None:
         """What the store holds for a fleet, laid out as `GET /admin/v1/state`; shown until the next one comes."""
         if self._known.fleet(fleet):
@@ -142,7 +149,7 @@ class Metrics:
     def _own_families(self, own: Snapshot) -> Iterator[Metric]:
         yield from _sum_of([own]).families()
         yield _store_up(own.store_up)
-        yield self._inflight_gauge(own.inflight)
+        yield self._inflightgauge(own.inflight)
         yield from self._state_gauges()
         yield from self._processes.own()
         yield from self._platform.collect()
@@ -150,10 +157,10 @@ class Metrics:
     def _common_families(self, roll: RollCall) -> Iterator[Metric]:
         yield from _sum_of((*roll.answered.values(), *roll.left)).families()
         yield _store_up(all(snapshot.store_up for snapshot in roll.answered.values()))
-        yield self._inflight_gauge(roll.inflight())
+        yield self._inflightgauge(roll.inflight())
         yield from self._state_gauges()
         text = "Workers that did not answer this scrape: their counts are as they last were"
-        yield _gauge("kvgate_scrape_missing_workers", text, (), {(): float(roll.missing)})
+        yield gauge("kvgate_scrape_missing_workers", text, (), {(): float(roll.missing)})
         yield from self._processes.of({number: each.pid for number, each in roll.answered.items()})
         yield from self._platform.collect()
 
@@ -187,45 +194,39 @@ class Metrics:
             error = (event.prompt_tokens_estimated - event.prompt_tokens) / event.prompt_tokens
             self._counted.errors.add((fleet,), error)
 
-    def _inflight_gauge(self, inflight: Mapping[str, int]) -> Metric:
+    def _inflightgauge(self, inflight: Mapping[str, int]) -> Metric:
         counts: dict[Labels, float] = dict.fromkeys(((fleet,) for fleet in self._known.fleets), 0.0)
         for fleet, count in inflight.items():
-            _sum(counts, (self._known.fleet(fleet),), count)
-        return _gauge("kvgate_inflight_requests", "Calls being served or waiting", ("fleet",), counts)
+            add(counts, (self._known.fleet(fleet),), count)
+        return gauge("kvgate_inflight_requests", "Calls being served or waiting", ("fleet",), counts)
 
     def _state_gauges(self) -> Iterator[Metric]:
-        reserved: dict[Labels, float] = {}
-        limit: dict[Labels, float] = {}
-        debt: dict[Labels, float] = {}
+        replicas: list[tuple[Labels, Mapping[str, Any]]] = []
         depth: dict[Labels, float] = {}
         states: dict[Labels, float] = {}
         rests: dict[Labels, float] = {}
         closed: dict[Labels, float] = {}
         for fleet, state in list(self._states.items()):
             for labels, replica in self._replicas(fleet, state):
-                _sum(reserved, labels, replica.get("reserved"))
-                _sum(limit, labels, replica.get("limit"))
-                _sum(debt, labels, replica.get("debt"))
+                replicas.append((labels, replica))
                 for state_name in REPLICA_STATES:
-                    _sum(states, (*labels, state_name), int(replica.get("state") == state_name))
+                    add(states, (*labels, state_name), int(replica.get("state") == state_name))
                 for why in Why:
-                    _sum(rests, (*labels, why.value), int(why in replica.get("rests", ())))
+                    add(rests, (*labels, why.value), int(why in replica.get("rests", ())))
             if state.get("gate") in ("open", "closed"):
                 closed[(fleet,)] = float(state["gate"] == "closed")
             for lane, classes in _items(state.get("queued")):
                 for class_, tickets in _items(classes):
                     labels = (*self._known.pool(fleet, lane), self._known.class_(class_))
-                    _sum(depth, labels, tickets)
+                    add(depth, labels, tickets)
         places = ("fleet", "pool", "replica")
-        yield _gauge("kvgate_reserved_blocks", "Blocks held by calls", places, reserved)
-        yield _gauge("kvgate_limit_blocks", "Blocks that may be handed out", places, limit)
-        yield _gauge("kvgate_debt_blocks", "Blocks held above the limit", places, debt)
+        yield from replica_families(replicas)
         text = "1 for the state that it is in: `up`, `draining` or `down`"
-        yield _gauge("kvgate_replica_state", text, (*places, "state"), states)
+        yield gauge("kvgate_replica_state", text, (*places, "state"), states)
         text = "1 for each reason for which it gets no new calls"
-        yield _gauge("kvgate_replica_rests", text, (*places, "why"), rests)
-        yield _gauge("kvgate_gate_closed", "1 while an operator keeps it closed", ("fleet",), closed)
-        yield _gauge("kvgate_queue_depth", "Calls waiting", ("fleet", "lane", "class"), depth)
+        yield gauge("kvgate_replica_rests", text, (*places, "why"), rests)
+        yield gauge("kvgate_gate_closed", "1 while an operator keeps it closed", ("fleet",), closed)
+        yield gauge("kvgate_queue_depth", "Calls waiting", ("fleet", "lane", "class"), depth)
 
     def _replicas(self, fleet: str, state: Mapping[str, Any]) -> Iterator[tuple[Labels, Mapping[str, Any]]]:
         for pool, inside in _items(state.get("pools")):
@@ -276,22 +277,9 @@ class _Processes:
 
 
 def _store_up(up: bool) -> Metric:
-    return _gauge("kvgate_store_up", "1 while the store answers", (), {(): float(up)})
+    return gauge("kvgate_store_up", "1 while the store answers", (), {(): float(up)})
 
 
 def _items(value: Any) -> Iterable[tuple[str, Any]]:
     """Nothing where the state lacks a level."""
     return value.items() if isinstance(value, Mapping) else ()
-
-
-def _sum(values: dict[Labels, float], labels: Labels, value: Any) -> None:
-    """Names that are not configured share one series; what is unknown has none."""
-    if isinstance(value, int | float):
-        values[labels] = values.get(labels, 0.0) + value
-
-
-def _gauge(name: str, text: str, labels: Labels, values: Mapping[Labels, float]) -> Metric:
-    family = GaugeMetricFamily(name, text, labels=labels)
-    for label_values, value in values.items():
-        family.add_metric(label_values, value)
-    return family

@@ -128,6 +128,10 @@ class Engines(Protocol):
 
     def url(self, replica: str) -> str: ...
 
+    def rank(self, replica: str) -> int | None:
+        """The data-parallel rank behind its URL; None where there is one engine."""
+        ...
+
     def access(self, replica: str) -> Access: ...
 
     def pool(self, replica: str) -> str:

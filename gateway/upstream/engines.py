@@ -1,5 +1,6 @@
 """A fleet's configuration and what was discovered of its replicas, as routing and the ledger need them."""
 
+import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,11 @@ from gateway.core.request import INTEGER_MAX
 from gateway.core.route import FleetShape, PoolShape
 from gateway.upstream.api import Access, Trouble
 from gateway.upstream.fleet import FleetWatch, ReplicaShape, ReplicaState
+
+log = logging.getLogger(__name__)
+
+GONE_MAX = 1024
+"""Replicas that are remembered after they were taken out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +51,10 @@ class WatchedEngines:
         self._shape: FleetShape | None = None
         self._pools = {state.spec.name: state.spec.pool for state in watch.states()}
         self._pools_before: dict[str, str] = {}
-        """Of replicas that the last reload took out: their streams go on."""
-        self._urls = {state.spec.name: state.spec.url for state in watch.states()}
-        self._accesses = {state.spec.name: state.spec.access for state in watch.states()}
+        """Of replicas that were taken out: their streams go on."""
+        self._specs = {state.spec.name: state.spec for state in watch.states()}
+        self._unshared = False
+        """An engine has held more than was reckoned with shared prompts."""
         self._asked_last = ""
         """For what needs no blocks."""
 
@@ -57,10 +64,23 @@ class WatchedEngines:
     def update(self, plan: FleetPlan) -> None:
         """Another configuration; the watch has it already."""
         self._plan = plan
-        self._pools_before = self._pools
+        self._unshared = self._unshared and plan.share_prompt_of_n
+        self._pools_before = _last(GONE_MAX, self._pools_before | self._pools)
         self._pools = {state.spec.name: state.spec.pool for state in self._watch.states()}
-        self._urls = {state.spec.name: state.spec.url for state in self._watch.states()}
-        self._accesses = {state.spec.name: state.spec.access for state in self._watch.states()}
+        self._specs = {state.spec.name: state.spec for state in self._watch.states()}
+        self._shape = None
+
+    def holds_more(self, replica: str) -> None:
+        """An engine holds more blocks than the ledger.  Prompts are shared no longer, until the setting is off: what
+        an engine makes of `n` sequences with a long prompt depends on options that it does not state."""
+        if self._unshared or not self._plan.share_prompt_of_n:
+            return
+        log.warning(
+            "replica %s holds more blocks than the ledger: share_prompt_of_n of fleet %s does not count any more",
+            replica,
+            self._plan.name,
+        )
+        self._unshared = True
         self._shape = None
 
     def shape(self) -> FleetShape:
@@ -69,16 +89,19 @@ class WatchedEngines:
         return self._shape
 
     def knows(self, replica: str) -> bool:
-        return replica in self._urls
+        return replica in self._specs
 
     def names(self) -> Iterable[str]:
-        return self._urls.keys()
+        return self._specs.keys()
 
     def url(self, replica: str) -> str:
-        return self._urls[replica]
+        return self._specs[replica].url
+
+    def rank(self, replica: str) -> int | None:
+        return self._specs[replica].rank
 
     def access(self, replica: str) -> Access:
-        return self._accesses[replica]
+        return self._specs[replica].access
 
     def pool(self, replica: str) -> str:
         return self._pools.get(replica) or self._pools_before.get(replica, "")
@@ -135,11 +158,15 @@ class WatchedEngines:
             max_output_tokens=plan.max_output_tokens,
             token_factor=plan.token_factor,
             speculative_tokens=plan.speculative_tokens,
-            share_prompt_of_n=plan.share_prompt_of_n,
+            share_prompt_of_n=plan.share_prompt_of_n and not self._unshared,
             pools=tuple(_pool_shape(name, most, known[name]) for name, most in plan.pools if name in known),
             lanes=plan.lanes,
             complete=all(state.shape for state in states),
         )
+
+
+def _last(count: int, entries: Mapping[str, str]) -> dict[str, str]:
+    return dict(list(entries.items())[-count:])
 
 
 def _largest_limit(replicas: Sequence[ReplicaConfig]) -> int:

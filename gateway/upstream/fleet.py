@@ -2,16 +2,20 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated
 
 import msgspec
 
+from gateway.core.headers import pinned
+from gateway.core.lineage import Lineage
 from gateway.core.rests import Why
 from gateway.upstream.api import Access, Trouble
 from gateway.upstream.breaker import Breaker, Verdict, verdict_of
-from gateway.upstream.metrics_text import CacheConfig, cache_configs, vitals
+from gateway.upstream.metrics_text import CacheConfig, EnginePage, read_page
 from gateway.upstream.scraper import NO_ACCESS, Scraper, Unusable
 
 log = logging.getLogger(__name__)
@@ -19,6 +23,8 @@ log = logging.getLogger(__name__)
 PROBE_SECONDS = 2.0
 PROBE_TIMEOUT_SECONDS = 1.0
 DISCOVERY_TIMEOUT_SECONDS = 5.0
+DISCOVERY_READINGS = 3
+"""Two engines in turn show in three."""
 
 MISSES_MAX = 2
 """Failed probes, or refused connections without a good probe between them, that take a replica out."""
@@ -41,6 +47,8 @@ class ReplicaSpec:
     name: str
     url: str
     """Without a trailing slash."""
+    rank: int | None = None
+    """The data-parallel rank behind the URL, where there are several."""
     num_gpu_blocks: int | None = None
     block_size: int | None = None
     max_model_len: int | None = None
@@ -48,6 +56,11 @@ class ReplicaSpec:
     """vLLM's own default; no engine states it."""
     prefill_tokens: int = 16_384
     access: Access = NO_ACCESS
+
+    @property
+    def place(self) -> tuple[str, int | None]:
+        """What no other replica is at."""
+        return self.url, self.rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,21 +99,27 @@ class _Models(msgspec.Struct):
     data: list[_Model]
 
 
+def _accept(_page: EnginePage) -> None:
+    """Any page will do."""
+
+
 async def discover(
     spec: ReplicaSpec,
     models: frozenset[str],
     scraper: Scraper,
     *,
     timeout_seconds: float = DISCOVERY_TIMEOUT_SECONDS,
+    accept: Callable[[EnginePage], None] = _accept,
 ) -> ReplicaShape | str:
     """Ask one engine what it has; what cannot be used is told in words.
 
     `models` are the names of the fleet's model: the engine has to serve one of them.  A configured number may
     lower what the engine states or fill in what it does not; it never raises it, since blocks that do not exist
     would be handed out.  Unreachable sources are forgiven only where every number they give is configured.
+    `accept` raises Unusable for a page of metrics that is not that of one engine.
     """
     try:
-        config = await _cache_config(spec, scraper, timeout_seconds)
+        config = await _cache_config(spec, scraper, timeout_seconds, accept)
         context = await _context(spec, models, scraper, timeout_seconds)
         return ReplicaShape(
             name=spec.name,
@@ -116,22 +135,38 @@ async def discover(
         return str(trouble)
 
 
-async def _cache_config(spec: ReplicaSpec, scraper: Scraper, timeout_seconds: float) -> CacheConfig:
+async def _cache_config(
+    spec: ReplicaSpec, scraper: Scraper, timeout_seconds: float, accept: Callable[[EnginePage], None]
+) -> CacheConfig:
+    """Read several times: where a URL balances over engines, each new connection may reach another one."""
     try:
-        text = await scraper.get(spec.url, "/metrics", timeout_seconds, spec.access)
+        pages = [await _page(spec, scraper, timeout_seconds) for _ in range(DISCOVERY_READINGS)]
     except Unusable:
         if spec.num_gpu_blocks is None or spec.block_size is None:
             raise
         return CacheConfig(None, None)
-    return _config_of(spec, text)
+    for page in pages:
+        accept(page)
+    return _config_of(spec, pages[-1])
 
 
-def _config_of(spec: ReplicaSpec, text: bytes) -> CacheConfig:
-    configs = cache_configs(text.decode("utf-8", "replace"))
-    if len(configs) > 1:
-        names = ", ".join(sorted(configs))
-        raise Unusable(f"{spec.url} reaches {len(configs)} engines ({names}); each needs a URL of its own")
-    return next(iter(configs.values()), CacheConfig(None, None))
+async def _page(spec: ReplicaSpec, scraper: Scraper, timeout_seconds: float) -> EnginePage:
+    """What the engine's metrics say; blocks that they do not state are as configured."""
+    raw = await scraper.get(spec.url, "/metrics", timeout_seconds, spec.access)
+    page = read_page(raw.decode("utf-8", "replace"), spec.rank)
+    if page.reading.num_gpu_blocks is not None:
+        return page
+    return replace(page, reading=msgspec.structs.replace(page.reading, num_gpu_blocks=spec.num_gpu_blocks))
+
+
+def _config_of(spec: ReplicaSpec, page: EnginePage) -> CacheConfig:
+    if len(page.configs) > 1:
+        names = ", ".join(sorted(page.configs))
+        raise Unusable(
+            f"{spec.url} reaches {len(page.configs)} engines ({names}); each needs a URL of its own, or is a replica "
+            "with its data_parallel_rank"
+        )
+    return next(iter(page.configs.values()), CacheConfig(None, None))
 
 
 async def _context(
@@ -195,7 +230,7 @@ def _differs(configured: int | None, stated: int | None, discovered: int) -> boo
     return stated is not None and _lower(configured, stated) != discovered
 
 
-def _other_blocks(spec: ReplicaSpec, shape: ReplicaShape, page: bytes) -> str:
+def _other_blocks(spec: ReplicaSpec, shape: ReplicaShape, page: EnginePage) -> str:
     try:
         stated = _config_of(spec, page)
     except Unusable as trouble:
@@ -205,6 +240,14 @@ def _other_blocks(spec: ReplicaSpec, shape: ReplicaShape, page: bytes) -> str:
     if _differs(spec.block_size, stated.block_size, shape.block_size):
         return f"its blocks are now of {stated.block_size} tokens"
     return ""
+
+
+ReadPage = Callable[[], Awaitable[EnginePage]]
+Measure = Callable[[str, ReadPage], Awaitable[EnginePage]]
+
+
+async def _only_read(_replica: str, read: ReadPage) -> EnginePage:
+    return await read()
 
 
 class _Replica:
@@ -219,6 +262,8 @@ class _Replica:
         """Its configuration changed since it was asked what it has; until it answers, what it had last counts."""
         self.misses = 0
         self.refusals = 0
+        self.lineage = Lineage()
+        self.up_since = 0.0
         self.backoff_seconds = BACKOFF_FIRST_SECONDS
         self.breaker = Breaker()
         self.why: Why | None = None
@@ -247,12 +292,16 @@ class FleetWatch:
         probe_seconds: float = PROBE_SECONDS,
         probe_timeout_seconds: float = PROBE_TIMEOUT_SECONDS,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        measure: Measure = _only_read,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         """`on_change` gets the names of replicas that came up, went down or changed shape; never twice at a time.
 
         Each name comes once after the first attempt too, whatever came of it: what others still believe of a
         replica that never answers here has to be corrected.
         If `on_change` fails it is called again later with the same names.  The watch owns `scraper` and closes it.
+        `measure` gets the name of a replica that is up and what reads its metrics, calls that once and returns what
+        it returns.
         """
         self._replicas = {spec.name: _Replica(spec) for spec in specs}
         self._models = models
@@ -261,6 +310,8 @@ class FleetWatch:
         self._probe_seconds = probe_seconds
         self._probe_timeout_seconds = probe_timeout_seconds
         self._sleep = sleep
+        self._measure = measure
+        self._now = now
         self._changed: set[str] = set()
         self._news = asyncio.Event()
         self._announcer: asyncio.Task[None] | None = None
@@ -279,12 +330,12 @@ class FleetWatch:
         had; one of a new URL has to answer before it is up.
         """
         before, other_models = self._replicas, models != self._models
-        by_url = {replica.spec.url: replica for replica in before.values()}
+        by_place = {replica.spec.place: replica for replica in before.values()}
         self._models = models
         self._replicas = {
-            spec.name: self._continued(by_url.pop(spec.url, None), spec, other_models) for spec in specs
+            spec.name: self._continued(by_place.pop(spec.place, None), spec, other_models) for spec in specs
         }
-        for replica in by_url.values():
+        for replica in by_place.values():
             self._end(replica)
         self._changed.intersection_update(self._replicas)
         for name, replica in self._replicas.items():
@@ -333,6 +384,15 @@ class FleetWatch:
         """None for one that may get calls, and for one that is not up."""
         replica = self._replicas.get(name)
         return replica.why if replica and replica.up else None
+
+    def others_are_warm(self, name: str, seconds: float) -> bool:
+        """Whether another replica of its pool has been up for so long."""
+        here = self._replicas.get(name)
+        return here is not None and any(
+            other.up and other.spec.pool == here.spec.pool and self._now() - other.up_since >= seconds
+            for other in self._replicas.values()
+            if other is not here
+        )
 
     def states(self) -> list[ReplicaState]:
         """Every replica in the order of the configuration."""
@@ -412,9 +472,10 @@ class FleetWatch:
 
     async def _try_out(self, spec: ReplicaSpec) -> Verdict:
         """A call of one token, which one of its blocks beside the limit has room for."""
+        access = replace(spec.access, headers=pinned(spec.access.headers, spec.rank))
         try:
             answer = await self._scraper.post(
-                spec.url, "/v1/completions", TRIAL, TRIAL_TIMEOUT_SECONDS, spec.access
+                spec.url, "/v1/completions", TRIAL, TRIAL_TIMEOUT_SECONDS, access
             )
         except Unusable:
             return Verdict.BAD
@@ -462,18 +523,36 @@ class FleetWatch:
         page = metrics.result()
         if page is None:
             return context.result()
-        replica.breaker.saw(vitals(page.decode("utf-8", "replace")))
-        return context.result() or _other_blocks(replica.spec, shape, page)
+        replica.breaker.saw(page.vitals)
+        several = self._several(replica, page)
+        return several or context.result() or _other_blocks(replica.spec, shape, page)
 
     async def _get_health(self, spec: ReplicaSpec) -> None:
         """Raises Unusable."""
         await self._scraper.get(spec.url, "/health", self._probe_timeout_seconds, spec.access)
 
-    async def _metrics(self, spec: ReplicaSpec) -> bytes | None:
+    async def _metrics(self, spec: ReplicaSpec) -> EnginePage | None:
+        read = partial(_page, spec, self._scraper, self._probe_timeout_seconds)
         try:
-            return await self._scraper.get(spec.url, "/metrics", self._probe_timeout_seconds, spec.access)
+            return await self._measure(spec.name, read)
         except Unusable:
             return None
+
+    def _several(self, replica: _Replica, page: EnginePage) -> str:
+        """What shows that the URL reaches several engines in turn; empty where nothing does."""
+        reading = page.reading
+        if not replica.lineage.see(reading, round(self._now() * 1000)):
+            return ""
+        started = "" if reading.started_at is None else f", the last one started at {reading.started_at:.0f}"
+        return (
+            f"{replica.spec.url} balances over several engines: their start times or counters go back between "
+            f"readings{started}; each needs a URL of its own"
+        )
+
+    def _accept(self, replica: _Replica, page: EnginePage) -> None:
+        """Raises Unusable where several engines answer."""
+        if several := self._several(replica, page):
+            raise Unusable(several)
 
     async def _other_context(self, spec: ReplicaSpec, shape: ReplicaShape) -> str:
         try:
@@ -494,11 +573,13 @@ class FleetWatch:
         except Unusable as trouble:
             self._missed(replica, str(trouble))
             return
-        found = await discover(replica.spec, self._models, self._scraper)
+        accept = partial(self._accept, replica)
+        found = await discover(replica.spec, self._models, self._scraper, accept=accept)
         if isinstance(found, str):
             self._missed(replica, found)
             return
         replica.shape = found
+        replica.up_since = replica.up_since if replica.up else self._now()
         replica.up = True
         replica.outdated = False
         replica.problem = ""

@@ -1,13 +1,41 @@
 """What the text of an engine's `/metrics` says, read without trusting it."""
 
+import math
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
-_CACHE_CONFIG = "vllm:cache_config_info{"
+from gateway.core.capacity import Reading
+
+_CACHE_CONFIG = "vllm:cache_config_info"
 _RUNNING = "vllm:num_requests_running{"
 _FINISHED = "vllm:request_success_total{"
 _SLEEP_STATE = "vllm:engine_sleep_state{"
 _LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
+_WAITING_BY_REASON = "vllm:num_requests_waiting_by_reason"
+_NAMES = {
+    "kv_use": ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
+    "preemptions": ("vllm:num_preemptions_total",),
+    "running": ("vllm:num_requests_running",),
+    "waiting": ("vllm:num_requests_waiting",),
+    "swapped": ("vllm:num_requests_swapped",),
+    "swap_use": ("vllm:cpu_cache_usage_perc",),
+    "prefix_queries": ("vllm:prefix_cache_queries_total", "vllm:gpu_prefix_cache_queries_total"),
+    "prefix_hits": ("vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total"),
+    "prompt_tokens": ("vllm:prompt_tokens_total",),
+    "generation_tokens": ("vllm:generation_tokens_total",),
+    "started_at": ("process_start_time_seconds",),
+}
+"""Of each figure the present name, then those of older releases: a page with both is read by the first."""
+_WANTED = frozenset(
+    (_CACHE_CONFIG, _WAITING_BY_REASON, *(name for names in _NAMES.values() for name in names))
+)
+_FIGURE_MAX = 2.0**53
+
+Lines = Sequence[tuple[Mapping[str, str], float | None]]
+"""Labels and value of each; None where that is no finite number from 0 on."""
+Samples = Mapping[str, Lines]
+"""By name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,22 +44,8 @@ class CacheConfig:
 
     num_gpu_blocks: int | None
     block_size: int | None
-
-
-def cache_configs(text: str) -> dict[str, CacheConfig]:
-    """The pool of each engine behind one URL, by its `engine` label (empty where a release has none).
-
-    More than one means that the URL reaches several data-parallel ranks, each with blocks of its own.
-    """
-    configs: dict[str, CacheConfig] = {}
-    for line in text.split("\n"):
-        if not line.startswith(_CACHE_CONFIG):
-            continue
-        labels = dict(_LABEL.findall(line))
-        configs[labels.get("engine", "")] = CacheConfig(
-            _blocks(labels.get("num_gpu_blocks")), _count(labels.get("block_size"))
-        )
-    return configs
+    cache_tokens: int | None = None
+    """That its blocks hold; with several kinds of attention this is no product of the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,20 +59,123 @@ class Vitals:
     """Sequences that the engine has ended by itself since its start; who leaves is not counted."""
 
 
+@dataclass(frozen=True, slots=True)
+class EnginePage:
+    configs: Mapping[str, CacheConfig]
+    """The pool of each engine behind one URL, by its `engine` label (empty where a release has none).
+
+    More than one means that the URL reaches several data-parallel ranks, each with blocks of its own.
+    """
+    reading: Reading
+    """Of the engine that was asked for, or of all together."""
+    vitals: Vitals = Vitals()
+    """Of all together."""
+
+
+def read_page(text: str, rank: int | None = None) -> EnginePage:
+    """`rank`: the data-parallel one that is meant where there are several; then the page has it alone, or none."""
+    samples = _samples(text)
+    configs = {
+        labels.get("engine", ""): CacheConfig(
+            _blocks(labels.get("num_gpu_blocks")),
+            _count(labels.get("block_size")),
+            _count(labels.get("kv_cache_size_tokens")),
+        )
+        for labels, _ in samples.get(_CACHE_CONFIG, ())
+    }
+    if rank is not None:
+        configs = {name: _own(config, len(configs)) for name, config in configs.items() if name == str(rank)}
+        samples = {name: _of_engine(lines, str(rank)) for name, lines in samples.items()}
+    return EnginePage(configs, _reading(samples, configs), vitals(text))
+
+
+def _own(config: CacheConfig, ranks: int) -> CacheConfig:
+    """The blocks of one rank: vLLM states the sum over all for each of them, but not of the tokens in them."""
+    blocks, size = config.num_gpu_blocks, config.block_size
+    if blocks is None or (size is not None and config.cache_tokens == blocks * size):
+        return config
+    return replace(config, num_gpu_blocks=blocks // ranks)
+
+
+def _of_engine(lines: Lines, engine: str) -> Lines:
+    """What has no such label is of the process."""
+    return [(labels, value) for labels, value in lines if labels.get("engine", engine) == engine]
+
+
+def _reading(samples: Samples, configs: Mapping[str, CacheConfig]) -> Reading:
+    sums = {figure: _sum(samples, names) for figure, names in _NAMES.items()}
+    tokens = [sums[name] for name in ("prompt_tokens", "generation_tokens")]
+    return Reading(
+        num_gpu_blocks=next(iter(configs.values())).num_gpu_blocks if configs else None,
+        kv_use=sums["kv_use"],
+        preemptions=_whole(sums["preemptions"]),
+        running=_whole(sums["running"]),
+        waiting=_whole(_waiting(samples, sums["waiting"])),
+        swapped=_whole(sums["swapped"]),
+        swap_use=sums["swap_use"],
+        prefix_queries=_whole(sums["prefix_queries"]),
+        prefix_hits=_whole(sums["prefix_hits"]),
+        tokens=None if None in tokens else int(sum(figure or 0 for figure in tokens)),
+        started_at=sums["started_at"],
+    )
+
+
+def _waiting(samples: Samples, all_waiting: float | None) -> float | None:
+    """Those that wait for capacity; others are held back by adapters or transfers, which no budget changes."""
+    for labels, value in samples.get(_WAITING_BY_REASON, ()):
+        if labels.get("reason") == "capacity" and value is not None:
+            return value
+    return all_waiting
+
+
+def _samples(text: str) -> Samples:
+    found: dict[str, list[tuple[Mapping[str, str], float | None]]] = {}
+    for line in text.split("\n"):
+        name, brace, rest = line.partition("{")
+        if not brace:
+            name, _, rest = line.partition(" ")
+        if name not in _WANTED:
+            continue
+        labels, _, value = rest.rpartition("}")
+        found.setdefault(name, []).append((dict(_LABEL.findall(labels or rest)), _figure(value)))
+    return found
+
+
+def _figure(text: str) -> float | None:
+    try:
+        figure = float(text.split(maxsplit=1)[0])
+    except (ValueError, IndexError):
+        return None
+    return figure if math.isfinite(figure) and 0 <= figure <= _FIGURE_MAX else None
+
+
+def _sum(samples: Samples, names: Sequence[str]) -> float | None:
+    """Over the lines of the first name that has a figure; None where one of them has none."""
+    for name in names:
+        figures = [value for _, value in samples.get(name, ())]
+        if figures and None not in figures:
+            return sum(figure or 0.0 for figure in figures)
+    return None
+
+
+def _whole(figure: float | None) -> int | None:
+    return None if figure is None else int(figure)
+
+
 def vitals(text: str) -> Vitals:
     """Over all engines of the page."""
     awake = running = aborted = None
     for line in text.split("\n"):
         if line.startswith(_RUNNING):
-            running = _sum(running, line)
+            running = _plus(running, line)
         elif line.startswith(_FINISHED) and 'finished_reason="abort"' in line:
-            aborted = _sum(aborted, line)
+            aborted = _plus(aborted, line)
         elif line.startswith(_SLEEP_STATE) and 'sleep_state="awake"' in line:
-            awake = _sum(awake, line)
+            awake = _plus(awake, line)
     return Vitals(None if awake is None else awake > 0, running, aborted)
 
 
-def _sum(known: int | None, line: str) -> int | None:
+def _plus(known: int | None, line: str) -> int | None:
     """With the value of a sample; what is no number states nothing."""
     try:
         value = float(line.rpartition(" ")[2])

@@ -8,13 +8,13 @@
 
 -- A call runs where nobody places calls any more: its blocks count until it ends.
 local function add_removed(name)
-  books.place_replica(name, {name = name, pool = '', limit = 0, usable = 0, sequences_max = 0, prefill_max = 0,
-    used = 0, sequences = 0, prefill = 0, state = 'removed', held_for = ''})
+  books.place_replica(name, {name = name, pool = '', limit = 0, usable = 0, sequences_usable = 0,
+    sequences_max = 0, prefill_max = 0, used = 0, sequences = 0, prefill = 0, state = 'removed', held_for = ''})
 end
 
 local function has_room(replica, blocks, sequences)
   return (replica.used + blocks <= replica.limit or replica.used == 0)
-    and replica.sequences + sequences <= replica.sequences_max
+    and (replica.sequences + sequences <= replica.sequences_max or replica.sequences == 0)
 end
 
 function redeclare.check(op)

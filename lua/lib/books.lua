@@ -3,7 +3,7 @@
 --- @include "lib/zsets"
 --- @include "lib/fronts"
 -- The content of one fleet's keys while a script runs, and the ledger clock.
-local LAYOUT, WORK = 3, 32
+local LAYOUT, WORK = 4, 32
 
 local meta_key -- of the fleet
 local pools -- name -> rows of its replicas
@@ -142,6 +142,7 @@ end
 
 -- A replica came, changed its pool, or went (nil).
 function books.place_replica(name, replica)
+  if not replica then rows.erase(records.capacities, name) end
   books.replicas[name] = replica
   records.replicas.touched[name] = replica ~= nil
   pools, limits = nil, {}
@@ -211,7 +212,10 @@ local function write_meta()
   rows.collect(records.lines, sets)
   rows.collect(records.lanes, sets)
   rows.collect(records.drains, sets)
+  local dels = {}
+  rows.collect(records.capacities, sets, dels)
   redis.call('HSET', meta_key, unpack(sets))
+  for _, name in ipairs(dels) do redis.call('HDEL', meta_key, 'capacity:' .. name) end
 end
 
 -- What these rows say now is not what they were read from.

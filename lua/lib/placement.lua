@@ -13,14 +13,14 @@ end
 -- Whether the call can run there at all, however busy it is now; the replica is in a pool of its lane.
 function placement.could_run(call, replica)
   return replica.state == 'up' and not placement.contains(call.exclude, replica.name)
-    and call.blocks <= replica.usable and call.sequences <= replica.sequences_max
+    and call.blocks <= replica.usable and call.sequences <= replica.sequences_usable
 end
 
 -- Whether some replica of its lane in that state is large enough.
 function placement.is_able(call, state)
   for _, pool in ipairs(books.config.pools[call.lane]) do
     for _, replica in ipairs(books.pool(pool)) do
-      if replica.state == state and call.blocks <= replica.usable and call.sequences <= replica.sequences_max then
+      if replica.state == state and call.blocks <= replica.usable and call.sequences <= replica.sequences_usable then
         return true
       end
     end
@@ -54,7 +54,7 @@ end
 
 -- All but the blocks.
 local function fits_besides(id, call, replica)
-  return replica.sequences + call.sequences <= replica.sequences_max
+  return (replica.sequences + call.sequences <= replica.sequences_max or replica.sequences == 0)
     and (replica.prefill + call.prefill <= replica.prefill_max or replica.prefill == 0)
     and (replica.held_for == '' or replica.held_for == id)
     and placement.could_run(call, replica)

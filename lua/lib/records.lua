@@ -5,15 +5,16 @@
 
 local kinds = {
   replicas = {
-    key = 2, header = '\154',
-    read = function(_, pool, limit, usable, sequences_max, prefill_max, used, sequences, prefill, state, held_for)
-      return {pool = pool, limit = limit, usable = usable, sequences_max = sequences_max,
-        prefill_max = prefill_max, used = used, sequences = sequences, prefill = prefill, state = state,
-        held_for = held_for}
+    key = 2, header = '\155',
+    read = function(_, pool, limit, usable, sequences_usable, sequences_max, prefill_max, used, sequences, prefill,
+      state, held_for)
+      return {pool = pool, limit = limit, usable = usable, sequences_usable = sequences_usable,
+        sequences_max = sequences_max, prefill_max = prefill_max, used = used, sequences = sequences,
+        prefill = prefill, state = state, held_for = held_for}
     end,
     write = function(row)
-      return row.pool, row.limit, row.usable, row.sequences_max, row.prefill_max, row.used, row.sequences,
-        row.prefill, row.state, row.held_for
+      return row.pool, row.limit, row.usable, row.sequences_usable, row.sequences_max, row.prefill_max, row.used,
+        row.sequences, row.prefill, row.state, row.held_for
     end,
   },
   calls = {
@@ -95,6 +96,19 @@ local kinds = {
     end,
     write = function(row)
       return row.blocked, row.book, row.since
+    end,
+  },
+  capacities = { -- of a replica: what is configured, what its engine has taught (-1 = nothing), and who reads it
+    key = 1, prefix = 'capacity:', header = '\154',
+    read = function(_, limit, sequences_max, prefill_max, limit_learned, sequences_learned, prefill_learned, scraper,
+      lease_end, number, told)
+      return {limit = limit, sequences_max = sequences_max, prefill_max = prefill_max,
+        limit_learned = limit_learned, sequences_learned = sequences_learned, prefill_learned = prefill_learned,
+        scraper = scraper, lease_end = lease_end, number = number, told = told}
+    end,
+    write = function(row)
+      return row.limit, row.sequences_max, row.prefill_max, row.limit_learned, row.sequences_learned,
+        row.prefill_learned, row.scraper, row.lease_end, row.number, row.told
     end,
   },
   drains = {

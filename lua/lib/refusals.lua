@@ -20,7 +20,7 @@ function refusals.backend(call)
         configured = true
         unknown = unknown or replica.usable == 0
         largest = math.max(largest, replica.usable)
-        fitting = fitting or (call.blocks <= replica.usable and call.sequences <= replica.sequences_max)
+        fitting = fitting or (call.blocks <= replica.usable and call.sequences <= replica.sequences_usable)
       end
     end
   end

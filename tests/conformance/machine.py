@@ -198,6 +198,10 @@ class BooksMachine(RuleBasedStateMachine):
             self.twin.rest(self.world.now, *argument)
         elif kind == "configure":
             self.twin.configure(self.world.now, argument)
+        elif kind == "seat":
+            self.twin.seat(self.world.now, *argument)
+        elif kind == "learn":
+            self.twin.learn(self.world.now, *argument)
         elif kind == "policy":
             self.world.policies.update(argument)
         elif kind == "restart":

@@ -88,6 +88,11 @@ class Fleet:
         )
         self.twin.configure(self._now_ms, replace(self.config, replicas=replicas))
 
+    def learn(self, replica: str, number: int, limit: int) -> None:
+        """`limit`: -1 = as configured."""
+        self.twin.seat(self._now_ms, "g", replica)
+        self.twin.learn(self._now_ms, "g", replica, number, [limit, -1, -1], "")
+
 
 def test_at_its_part_of_a_pool_a_call_goes_to_the_next(store_client: "redis.Redis[bytes]") -> None:
     """Half of two replicas of 20 is 20, of one it is 10."""
@@ -192,6 +197,17 @@ def test_a_lower_limit_parks_who_was_in_the_order(store_client: "redis.Redis[byt
     assert fleet.twin.books.parked
     fleet.configure(20, 20, 20)
     assert not fleet.twin.books.parked
+
+
+def test_a_learned_limit_that_is_raised_wakes_who_is_parked(store_client: "redis.Redis[bytes]") -> None:
+    fleet = Fleet(store_client)
+    fleet.learn("r2", 1, 12)
+    fleet.run(6, "r2", lane="b")
+    waiting = fleet.wait(4, lane="b")
+    assert fleet.twin.books.parked
+    fleet.learn("r2", 2, -1)
+    assert not fleet.twin.books.parked
+    assert fleet.state(waiting) == "unclaimed"
 
 
 def test_another_share_counts_at_once(store_client: "redis.Redis[bytes]") -> None:

@@ -504,8 +504,16 @@ def _some(draw: DrawFn, calls: list[Call]) -> list[Call]:
 
 
 UPSETS = (
-    ("observe",) * 4 + ("rest",) * 4 + ("shut",) + ("configure",) * 4 + ("policy",) * 2 + ("hello", "restart")
+    ("observe",) * 4
+    + ("rest",) * 4
+    + ("shut",)
+    + ("configure",) * 4
+    + ("seat",) * 2
+    + ("learn",) * 3
+    + ("policy",) * 2
+    + ("hello", "restart")
 )
+SCRAPERS = ("g0", "g0", "g1")
 
 
 def observations(world: World) -> list[tuple[str, bool]]:
@@ -541,10 +549,33 @@ def upsets(draw: DrawFn, world: World) -> tuple[str, Any]:
         return kind, draw(rests(world))
     if kind == "configure":
         return kind, draw(changed_fleets(world))
+    if kind == "seat":
+        return kind, (draw(st.sampled_from(SCRAPERS)), draw(st.sampled_from(replica_names(world))))
+    if kind == "learn":
+        return kind, draw(lessons(world))
     if kind == "policy":
         key = draw(st.sampled_from(sorted(world.policies)))
         return kind, {key: draw(policies(world.limit, world.start.shares))}
     return kind, None
+
+
+def replica_names(world: World) -> list[str]:
+    """Rarely one that nobody knows."""
+    return [*sorted(world.books.replicas), *sorted(world.books.capacities), "r9"]
+
+
+@st.composite
+def lessons(draw: DrawFn, world: World) -> tuple[str, str, int, list[int], str]:
+    """Mostly the reader's next reading of a replica: budgets are lowered, raised, or as configured again."""
+    name = draw(st.sampled_from(replica_names(world)))
+    capacity = world.books.capacities.get(name)
+    scraper = capacity.scraper if capacity and draw(st.sampled_from((True,) * 5 + (False,))) else "g1"
+    number = (capacity.number if capacity else 0) + draw(st.sampled_from((1, 1, 1, 2, 0)))
+    limits = (-1, 0, world.limit // 2, world.limit, world.limit + 1)
+    learned = draw(
+        st.tuples(st.sampled_from(limits), st.sampled_from((-1, 2, 40)), st.sampled_from((-1, 5, 900)))
+    )
+    return scraper, name, number, list(learned), draw(st.sampled_from(("", "{}", "é")))
 
 
 @st.composite

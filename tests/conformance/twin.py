@@ -65,6 +65,19 @@ class Twin(Scripts):
             self.books.observe(now, self.run, replica, up),
         )
 
+    def seat(self, now: int, scraper: str, replica: str) -> Any:
+        reply = self.books.seat(now, self.run, scraper, replica)
+        self.compare(self.evaluate("configure", now, "wake:", "seat", scraper, replica), reply)
+        return reply
+
+    def learn(
+        self, now: int, scraper: str, replica: str, number: int, learned: Sequence[int], told: str
+    ) -> Any:
+        reply = self.books.learn(now, self.run, scraper, replica, number, learned, told)
+        got = self.evaluate("configure", now, "wake:", "learn", scraper, replica, number, *learned, told)
+        self.compare(got, reply)
+        return reply
+
     def set_shut(self, now: int, shut: bool) -> None:
         self.compare(
             self.evaluate("configure", now, "wake:", "shut", int(shut)),
@@ -129,7 +142,7 @@ def lua_content(content: Content) -> dict[str, Any]:
         kind: {
             k.split(":", 1)[1]: decode_record(kind, v) for k, v in meta.items() if k.startswith(kind + ":")
         }
-        for kind in ("line", "lane", "drain")
+        for kind in ("line", "lane", "drain", "capacity")
     }
     virtual = {name: row["virtual"] for name, row in rows["line"].items()}
     flows = {
@@ -152,6 +165,7 @@ def lua_content(content: Content) -> dict[str, Any]:
         "lines": {n: r for n, r in rows["line"].items() if any(r.values())},
         "lanes": {n: r for n, r in rows["lane"].items() if r != IDLE_LANE},
         "drains": rows["drain"],
+        "capacities": rows["capacity"],
         "sessions": _hash(content, "sessions"),
         **{
             name: sorted(map(_text, content[name]))
@@ -240,6 +254,7 @@ def spec_content(books: Books) -> dict[str, Any]:
         "lines": lines,
         "lanes": lanes,
         "drains": {name: _row(d, "drain") for name, d in books.drains.items()},
+        "capacities": {name: _row(c, "capacity") for name, c in books.capacities.items()},
         "owners": dict(books.owners),
         "sessions": {owner: _session(books, owner) for owner in books.sessions},
         "queue": sorted(f"{c.lane}:{c.class_}:{c.key}:{c.arrival:012d}:{c.id}" for c in queued),

@@ -21,7 +21,7 @@ from gateway.upstream.fleet import (
     ReplicaSpec,
     discover,
 )
-from gateway.upstream.metrics_text import CacheConfig, cache_configs
+from gateway.upstream.metrics_text import CacheConfig, read_page
 from gateway.upstream.scraper import PAGE_BYTES_MAX, Scraper
 
 MODEL = "meta-llama/Llama-3.3-70B-Instruct"
@@ -276,7 +276,7 @@ async def test_unreachable_sources_are_forgiven_where_all_numbers_are_configured
     ],
 )
 def test_the_text_of_metrics(text: str, expected: dict[str, CacheConfig]) -> None:
-    assert cache_configs(text) == expected
+    assert read_page(text).configs == expected
 
 
 class World:
@@ -510,6 +510,58 @@ async def test_several_engines_at_the_same_address_are_taken_out_and_stay_down()
             await soon(lambda: 4 in world.pauses)
             assert not watch.is_up("a")
             assert "reaches 2 engines" in watch.states()[0].problem
+
+
+class Balanced(Engine):
+    """Each page of metrics comes from the next one of these processes."""
+
+    def __init__(self, *started_at: float) -> None:
+        super().__init__()
+        self.processes = list(started_at)
+
+    async def answer(self, path: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if path == "/metrics":
+            self.processes.append(self.processes.pop(0))
+            started = f"process_start_time_seconds {self.processes[-1]}\n"
+            self.metrics = (200, metrics(cache_line(), started))
+        await super().answer(path, reader, writer)
+
+
+async def test_a_url_that_balances_over_engines_is_refused_by_name() -> None:
+    here = Balanced(100.0, 200.0)
+    async with serving(here, 0):
+        world = World()
+        async with watching(world, spec(here.url)) as watch:
+            await soon(lambda: here.asked.count("/metrics") > 12)
+            (state,) = watch.states()
+            assert not state.up
+            assert state.problem.startswith(f"{here.url} balances over several engines")
+            assert "each needs a URL of its own" in state.problem
+
+
+async def test_one_that_begins_to_balance_is_taken_out_and_comes_back_when_it_ends() -> None:
+    here = Balanced(100.0)
+    async with serving(here, 0):
+        world = World()
+        async with watching(world, spec(here.url)) as watch:
+            await soon(lambda: watch.is_up("a"))
+            here.processes.append(50.0)
+            await soon(lambda: not watch.is_up("a"))
+            here.processes.remove(50.0)
+            await soon(lambda: watch.is_up("a"))
+
+
+async def test_a_process_that_follows_another_is_taken_over() -> None:
+    here = Balanced(100.0)
+    async with serving(here, 0):
+        world = World()
+        async with watching(world, spec(here.url)) as watch:
+            await soon(lambda: watch.is_up("a"))
+            here.processes = [200.0]
+            asked = here.asked.count("/metrics")
+            await soon(lambda: here.asked.count("/metrics") >= asked + 4)
+            assert watch.is_up("a")
+            assert world.changes == [frozenset({"a"})]
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,7 @@ KINDS = {
     "lane": "lanes",
     "once": "once",
     "drain": "drains",
+    "capacity": "capacities",
     "forecast": "forecasts",
 }
 """Python's name of a record and Lua's of all of its kind."""

@@ -138,6 +138,14 @@ class Store:
                 return books.hello(now, self.run, given[1].decode())
             case "configure" if given[2] == b"fleet":
                 return books.configure(now, self.run, decode_config(given[3], given[4]))
+            case "configure" if given[2] == b"seat":
+                return books.seat(now, self.run, given[3].decode(), given[4].decode())
+            case "configure" if given[2] == b"learn":
+                learned = [int(number) for number in given[6:9]]
+                told = given[9].decode()
+                return books.learn(
+                    now, self.run, given[3].decode(), given[4].decode(), int(given[5]), learned, told
+                )
             case "configure" if given[2] == b"rest":
                 return books.rest(now, self.run, *(argument.decode() for argument in given[3:6]))
             case "configure" if given[2] == b"shut":

@@ -7,7 +7,18 @@ from typing import Any
 import pytest
 import yaml
 
-from gateway.config import ConfigError, KeyEntry, Settings, load, load_keys, load_secrets, without_password
+from gateway.config import (
+    ConfigError,
+    KeyEntry,
+    ReplicasFrom,
+    Settings,
+    found_replicas,
+    load,
+    load_keys,
+    load_replicas,
+    load_secrets,
+    without_password,
+)
 
 CLASSES = ("high", "normal", "low")
 
@@ -250,7 +261,22 @@ def test_with_keys_in_the_store_no_file_is_needed(tmp_path: Path) -> None:
         ("fleets.0.pools.0.max_prompt_tokens", None, "fleets[0].pools[0].max_prompt_tokens: missing; only the last"),
         ("fleets.0.pools.1.max_prompt_tokens", 4096, "fleets[0].pools[1].max_prompt_tokens: 4096 has to be over"),
         ("fleets.0.pools.1.name", "short", "fleets[0].pools[1].name: pool 'short' is already"),
-        ("fleets.0.pools.0.replicas", [], "fleets[0].pools[0].replicas: expected list of length >= 1"),
+        ("fleets.0.pools.0.replicas", [], "fleets[0].pools[0].replicas: lists none, and no replicas_from says where"),
+        ("fleets.0.pools.0.replicas_from", {}, "fleets[0].pools[0].replicas_from: has to name one of dns, file,"),
+        ("fleets.0.pools.0.replicas_from", {"dns": "http://h:1", "file": "f"}, "fleets[0].pools[0].replicas_from: has"),
+        ("fleets.0.pools.0.replicas_from", {"dns": "h:1"}, "fleets[0].pools[0].replicas_from.dns: has to start with"),
+        ("fleets.0.pools.0.replicas_from", {"dns": "http://h", "seconds": 0}, "fleets[0].pools[0].replicas_from.sec"),
+        ("fleets.0.pools.0.replicas_from", {"endpoint_slices": {"service": "vllm"}}, "fleets[0].pools[0].replicas_fr"),
+        (
+            "fleets.0.pools.0.replicas_from",
+            {"endpoint_slices": {"service": "v/../x", "namespace": "m"}},
+            "fleets[0].pools[0].replicas_from.endpoint_slices.service",
+        ),
+        (
+            "fleets.0.pools.0.replicas_from",
+            {"endpoint_slices": {"service": "v", "namespace": "m", "api": "https://k/x"}},
+            "fleets[0].pools[0].replicas_from.endpoint_slices.api: has to be scheme, host",
+        ),
         ("fleets.0.pools.0.replicas.1", "ftp://h:1", "fleets[0].pools[0].replicas[1].url: has to start with http"),
         ("fleets.0.pools.0.replicas.1", "http://h:1/v1", "fleets[0].pools[0].replicas[1].url: has to be scheme, host"),
         ("fleets.0.pools.0.replicas.1", "http://u:p@h", "fleets[0].pools[0].replicas[1].url: has to be scheme, host"),
@@ -587,3 +613,58 @@ def test_keys_of_a_group_share_its_limits(tmp_path: Path) -> None:
     assert keys_problem(tmp_path, a, differing).startswith("keys[1].limits: differ from those of keys[0]")
     outside = {"name": "team", "sha256": digest("c")}
     assert keys_problem(tmp_path, a, outside).startswith("keys[0].group: 'team' is the name of a key outside")
+
+
+def test_replicas_may_be_looked_for(tmp_path: Path) -> None:
+    content = with_(small(), "fleets.0.pools.0.replicas", [])
+    content = with_(content, "fleets.0.pools.0.replicas_from", {"file": "r.yaml", "max_num_seqs": 7})
+    source = loaded(tmp_path, content).fleets[0].pools[0].replicas_from
+    assert source is not None
+    assert source.file == str(tmp_path / "r.yaml")
+    (tmp_path / "r.yaml").write_text("- http://A:1\n- {url: http://b:2, max_num_seqs: 9, name: bee}\n")
+    found = load_replicas(source)
+    assert [(r.name, r.url, r.max_num_seqs) for r in found] == [
+        ("a-1", "http://a:1", 7),
+        ("bee", "http://b:2", 9),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "starts"),
+    [
+        ("- ftp://a", "replicas[0].url: has to start with http"),
+        ("- {url: 'http://a:1', nmae: b}", "replicas[0].nmae: unknown setting"),
+        ("- http://a:1\n- http://a:1", "replicas[1].name: replica 'a-1' is already"),
+        ("replica: []", "replica: unknown setting"),
+    ],
+)
+def test_a_mistake_in_a_file_of_replicas_is_named(tmp_path: Path, text: str, starts: str) -> None:
+    (tmp_path / "r.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"line \d+") as caught:
+        load_replicas(ReplicasFrom(file=str(tmp_path / "r.yaml")))
+    assert str(caught.value).startswith(starts)
+
+
+def test_what_a_source_finds_is_bounded(tmp_path: Path) -> None:
+    source = ReplicasFrom(dns="http://h:1", prefill_tokens=5)
+    (found,) = found_replicas(source, ["http://10.0.0.1:8000"] * 2)
+    assert (found.name, found.prefill_tokens) == ("10-0-0-1-8000", 5)
+    with pytest.raises(ConfigError, match="finds 257 replicas, a pool has 256 at most"):
+        found_replicas(source, [f"http://h:{port}" for port in range(1, 258)])
+
+
+def test_ranks_behind_one_url_are_replicas(tmp_path: Path) -> None:
+    ranks = [{"url": "http://dp:8000", "data_parallel_rank": rank} for rank in (0, 1)]
+    settings = loaded(tmp_path, with_(small(), "fleets.0.pools.0.replicas", ranks))
+    found = settings.fleets[0].pools[0].replicas
+    assert [(r.name, r.data_parallel_rank) for r in found] == [("dp-8000-r0", 0), ("dp-8000-r1", 1)]
+
+
+@pytest.mark.parametrize("ranks", [(0, 0), (0, None), (None, 1), (None, None)])
+def test_one_engine_has_one_place(tmp_path: Path, ranks: tuple[int | None, int | None]) -> None:
+    replicas = [
+        {"url": "http://dp:8000", "name": f"r{i}"} | ({} if rank is None else {"data_parallel_rank": rank})
+        for i, rank in enumerate(ranks)
+    ]
+    text = problem(tmp_path, with_(small(), "fleets.0.pools.0.replicas", replicas))
+    assert "replicas[1].url: http://dp:8000 is already fleets[0].pools[0].replicas[0].url" in text

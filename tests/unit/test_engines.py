@@ -156,6 +156,23 @@ def test_what_may_overtake_is_one_replicas_limit_unless_configured(watch: Watch)
     assert engines(watch, overtake_blocks=0).books_config().overtake_blocks == 0
 
 
+def test_prompts_are_shared_until_an_engine_holds_more_than_was_reckoned(
+    watch: Watch, caplog: pytest.LogCaptureFixture
+) -> None:
+    watch.set("a")
+    made = engines(watch)
+    assert made.shape().share_prompt_of_n
+    for _ in range(3):
+        made.holds_more("a")
+    assert not made.shape().share_prompt_of_n
+    assert [record.args for record in caplog.records] == [("a", "demo")]
+    made.update(plan())
+    assert not made.shape().share_prompt_of_n, "another replica changes nothing of it"
+    made.update(plan(share_prompt_of_n=False))
+    made.update(plan())
+    assert made.shape().share_prompt_of_n
+
+
 # -- what routing is told ------------------------------------------------------------------------------------------
 
 

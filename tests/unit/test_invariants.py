@@ -56,7 +56,7 @@ def books(**changes: Any) -> Snapshot:
 
 
 def replica(**changes: Any) -> Replica:
-    return replace(Replica("r0", "p", 20, 20, 10, 100, used=15, sequences=2, prefill=5), **changes)
+    return replace(Replica("r0", "p", 20, 20, 10, 10, 100, used=15, sequences=2, prefill=5), **changes)
 
 
 def indexes(**changes: set[str]) -> dict[str, frozenset[str]]:
@@ -211,7 +211,7 @@ def test_a_violation_says_what_was_expected_and_what_was_found() -> None:
 
 
 def test_two_replicas_held_for_one_call() -> None:
-    other = Replica("r1", "p", 5, 20, 10, 100, held_for=WAITING)
+    other = Replica("r1", "p", 5, 20, 10, 10, 100, held_for=WAITING)
     found = violations(books(replicas={"r0": replica(held_for=WAITING), "r1": other}))
     assert (Rule.HOLD, "replica r1 held for") in {(v.rule, v.about) for v in found}
 

@@ -176,6 +176,28 @@ def test_the_state_of_the_store_becomes_gauges() -> None:
     assert value(source, "kvgate_queue_depth", fleet="llama", lane="short", class_="") == 3
 
 
+def test_what_engines_say_is_shown_and_what_they_do_not_say_is_unknown() -> None:
+    source = metrics()
+    engine = {"kv_use": 0.5, "preemptions": 3, "swaps": None, "strangers": 40, "incarnation": 2, "waiting": 0}
+    replicas = {
+        "s0": {"limit": 100, "sequences_limit": 60, "prefill_tokens_limit": 4096, "engine": engine},
+        "s1": {"limit": 100, "engine": None},
+    }
+    source.set_state("llama", {"pools": {"short": {"replicas": replicas}}})
+    place = {"fleet": "llama", "pool": "short", "replica": "s0"}
+    assert value(source, "kvgate_limit_sequences", **place) == 60
+    assert value(source, "kvgate_limit_prefill_tokens", **place) == 4096
+    assert value(source, "kvgate_engine_kv_use_ratio", **place) == 0.5
+    assert value(source, "kvgate_engine_preemptions", **place) == 3
+    assert value(source, "kvgate_engine_strangers_blocks", **place) == 40
+    assert value(source, "kvgate_engine_waiting_requests", **place) == 0
+    assert value(source, "kvgate_engine_unknown", figure="waiting", **place) == 0
+    assert value(source, "kvgate_engine_unknown", figure="swaps", **place) == 1
+    page = source.page()().decode()
+    assert "kvgate_engine_swap_used{" not in page, "nobody can see it"
+    assert 'kvgate_engine_kv_use_ratio{fleet="llama",pool="short",replica="s1"}' not in page
+
+
 @pytest.mark.parametrize(
     "state",
     [
