@@ -61,7 +61,7 @@ async def test_a_fleet_that_the_store_does_not_know_is_empty(path):
     async with world(path, 100) as w:
         state = await w.add().ledger.state()
         counts = {"reserved": 0, "debt": 0, "leases": 0, "queue": 0}
-        assert state == {"pools": {}, "queued": {}, "keys": {}, **counts}
+        assert state == {"pools": {}, "queued": {}, "keys": {}, "gate": "open", **counts}
 
 
 @pytest.mark.parametrize("how", ["nobody listens", "nobody answers"])
