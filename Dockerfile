@@ -8,7 +8,7 @@ COPY pyproject.toml README.md LICENSE NOTICE ./
 COPY lua ./lua
 COPY gateway ./gateway
 RUN /opt/build/bin/python -m build --wheel --no-isolation --outdir /dist \
- && /opt/kvgate/bin/pip install --no-cache-dir --constraint constraints.txt "$(echo /dist/kvgate-*.whl)[embedded,jwt]"
+ && /opt/kvgate/bin/pip install --no-cache-dir --constraint constraints.txt "$(echo /dist/kvgate-*.whl)[embedded,exact,jwt]"
 
 FROM python:3.11-slim-bookworm
 LABEL org.opencontainers.image.title="kvgate" \

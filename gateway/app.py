@@ -18,11 +18,13 @@ from typing import Any
 from gateway import __version__, all_fleets
 from gateway.call import Fleet
 from gateway.config import (
+    ENGINE,
     ConfigError,
     Jwt,
     PriorityClass,
     Secrets,
     Settings,
+    Tokenizer,
     Upstream,
     load_keys,
     text_of,
@@ -32,6 +34,7 @@ from gateway.core import quota
 from gateway.core.books import FleetConfig
 from gateway.core.capacity import Rules as CapacityRules
 from gateway.core.events import Event as Fact
+from gateway.core.factors import Factors
 from gateway.core.lifecycle import Event
 from gateway.fleetdesk import FleetDesk
 from gateway.flow import Flow
@@ -44,6 +47,7 @@ from gateway.http.signed import MISSING as SIGNED_MISSING
 from gateway.http.signed import PublicKey, Rules, SignedTokens, read_jwks, read_public_key
 from gateway.keybook import Entries, KeyBook
 from gateway.keydesk import KeyDesk
+from gateway.ledger.factors import SharedFactors
 from gateway.ledger.sharedkeys import FollowedKeys
 from gateway.ledger.valkey import HoldLimits, ValkeyLedger
 from gateway.ledger.wire import StoreAway
@@ -52,6 +56,9 @@ from gateway.telemetry.calllog import CallLog
 from gateway.telemetry.logs import CallRecords
 from gateway.telemetry.prometheus import CONTENT_TYPE, Metrics
 from gateway.telemetry.workers import Place, Workers
+from gateway.tokens.api import ModelCounter
+from gateway.tokens.files import MISSING, TokenizerError, TokenizerFiles
+from gateway.tokens.threads import CountingThreads
 from gateway.tokens.tiktoken_counter import TiktokenCounter
 from gateway.upstream.api import Access
 from gateway.upstream.capacity import Meter
@@ -61,6 +68,7 @@ from gateway.upstream.fleet import FleetWatch, ReadPage
 from gateway.upstream.limits import UpstreamLimits
 from gateway.upstream.metrics_text import EnginePage
 from gateway.upstream.scraper import Scraper
+from gateway.upstream.tokenize import EngineCounter
 
 log = logging.getLogger("kvgate.app")
 
@@ -98,22 +106,29 @@ class FleetRoom:
         accesses: Mapping[str, Access],
         metrics: Metrics,
         observer: Callable[[Fact], None],
+        threads: CountingThreads,
     ):
-        """`accesses` by pool."""
+        """`accesses` by pool.  Raises TokenizerError."""
         self._settings, self._configured, self._metrics = settings, fleet, metrics
         self._accesses = accesses
         self.found = FoundReplicas(self._use_found, partial(metrics.reload_failed, "replicas"))
+        scraper = Scraper()
         self.watch = FleetWatch(
             replica_specs(fleet, {}, accesses),
             frozenset(fleet.models),
             self._on_change,
-            scraper=Scraper(),
+            scraper=scraper,
             measure=self._measure,
         )
         self.engines = WatchedEngines(_plan(settings, fleet), self.watch)
-        self.ledger = _ledger(settings, fleet.name, self.engines.books_config, observer)
+        books_config, counted = self.engines.books_config, fleet.tokenizer is not None
+        self.ledger = _ledger(settings, fleet.name, books_config, observer, notes_fill=counted)
         self._meter = Meter(self.ledger.seats, self._rules, self._others_are_warm, self.engines.holds_more)
-        self.fleet = Fleet(fleet.name, self.engines, self.ledger)
+        asking = EngineCounter(self._engines_up, scraper.post)
+        counter = asking if fleet.tokenizer == ENGINE else _model_counter(fleet.tokenizer, threads)
+        factors = Factors()
+        self.shared_factors = SharedFactors(settings.store.url, fleet.name, factors)
+        self.fleet = Fleet(fleet.name, self.engines, self.ledger, counter, factors)
         self.models = fleet.models
 
     async def start(self) -> None:
@@ -161,6 +176,9 @@ class FleetRoom:
 
     async def _measure(self, replica: str, read: ReadPage) -> EnginePage:
         return await self._meter.measure(replica, read)
+
+    def _engines_up(self) -> list[tuple[str, Access]]:
+        return [(state.spec.url, state.spec.access) for state in self.watch.states() if state.up]
 
     async def _on_change(self, names: frozenset[str]) -> None:
         self.engines.changed()
@@ -217,7 +235,7 @@ class LimitsRoom:
 
 
 class Gateway:
-    """One worker process.  A wrong vocabulary or keys file raises at once."""
+    """One worker process.  A wrong vocabulary, tokenizer or keys file raises at once."""
 
     def __init__(
         self, settings: Settings, secrets: Secrets, source: Source | None = None, place: Place | None = None
@@ -233,7 +251,8 @@ class Gateway:
         self._state_read_at = -STATE_SECONDS
         self._ends_at = math.inf
         self.calls = Calls()
-        self._counter = TiktokenCounter()
+        self._counting = CountingThreads()
+        self._counter = TiktokenCounter(self._counting)
         self._call_log = CallLog(Path(settings.log.calls)) if settings.log.calls else None
         self._metrics = Metrics(
             _metric_names(settings),
@@ -245,7 +264,7 @@ class Gateway:
         self._call_records = CallRecords()
         accesses = _accesses(settings, secrets)
         self._rooms = [
-            FleetRoom(settings, fleet, accesses[fleet.name], self._metrics, self._observe)
+            FleetRoom(settings, fleet, accesses[fleet.name], self._metrics, self._observe, self._counting)
             for fleet in settings.fleets
         ]
         self._limits = LimitsRoom(settings, self._observe)
@@ -360,6 +379,7 @@ class Gateway:
         self._tasks += starting
         for room in self._rooms:
             self._tasks.append(loop.create_task(room.run()))
+            self._tasks.append(loop.create_task(room.shared_factors.run()))
         self._tasks.append(loop.create_task(self._limits.run()))
         self._tasks.append(loop.create_task(self.calls.watch_writes()))
         self._tasks += [loop.create_task(watch.run()) for watch in self._followed]
@@ -398,7 +418,7 @@ class Gateway:
         for room in self._rooms:
             await room.close()
         await self._upstream.close()
-        self._counter.close()
+        self._counting.close()
         if self._call_log:
             await asyncio.to_thread(self._call_log.close)
         if self._workers:
@@ -469,7 +489,11 @@ class Gateway:
 
 
 def _ledger(
-    settings: Settings, name: str, config: Callable[[], FleetConfig], observer: Callable[[Fact], None]
+    settings: Settings,
+    name: str,
+    config: Callable[[], FleetConfig],
+    observer: Callable[[Fact], None],
+    notes_fill: bool = False,
 ) -> ValkeyLedger:
     store = settings.store
     held = 0.0 if store.on_outage == "refuse" else store.hold_seconds
@@ -481,6 +505,7 @@ def _ledger(
         observer,
         keep_lost=store.on_lease_lost == "keep",
         share_seconds=store.share_seconds if store.on_outage == "share" else 0.0,
+        notes_fill=notes_fill,
     )
 
 
@@ -521,6 +546,21 @@ def read_signature_keys(jwt: Jwt) -> tuple[PublicKey, ...]:
         raise ConfigError(f"auth.jwt.{setting}", str(error)) from None
     except ValueError as error:
         raise ConfigError(f"auth.jwt.{setting}", f"{path.name} {error}") from None
+
+
+def _model_counter(tokenizer: Tokenizer | str | None, threads: CountingThreads) -> ModelCounter | None:
+    """By the files of a model; None without any.  Raises TokenizerError, also where the extra is not installed."""
+    if not isinstance(tokenizer, Tokenizer):
+        return None
+    template = tokenizer.chat_template
+    files = TokenizerFiles(
+        Path(tokenizer.file), Path(template) if template else None, tokenizer.chat_template_kwargs
+    )
+    try:
+        from gateway.tokens.exact import TokenizerCounter  # noqa: PLC0415 - an extra
+    except ImportError:
+        raise TokenizerError(MISSING) from None
+    return TokenizerCounter(files, threads)
 
 
 def _trusted_header(settings: Settings) -> TrustedHeader | None:
@@ -581,7 +621,9 @@ def _plan(settings: Settings, fleet: FleetSettings) -> FleetPlan:
         names=frozenset(fleet.models),
         default_output_tokens=fleet.default_output_tokens,
         max_output_tokens=fleet.max_output_tokens,
-        token_factor=fleet.token_factor,
+        token_factor=1.0 if fleet.token_factor is None else fleet.token_factor,
+        learns=fleet.token_factor is None,
+        exact_above=fleet.exact_above,
         speculative_tokens=fleet.speculative_tokens,
         share_prompt_of_n=fleet.share_prompt_of_n,
         safe_fraction=fleet.safe_fraction,

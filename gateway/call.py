@@ -8,7 +8,9 @@ from typing import Protocol
 import msgspec
 
 from gateway.core import lifecycle
+from gateway.core.content import Part
 from gateway.core.estimate import Demand
+from gateway.core.factors import Factors
 from gateway.core.forecast import Course
 from gateway.core.identity import Identity
 from gateway.core.lifecycle import Event, Phase, Step
@@ -19,6 +21,7 @@ from gateway.core.request import GenerationRequest, Request
 from gateway.core.route import KeyLimits
 from gateway.core.sse import Usage
 from gateway.ledger.api import Admission, Grant, Ledger
+from gateway.tokens.api import ModelCounter
 from gateway.upstream.api import Engines, Headers, Receiver
 
 
@@ -27,6 +30,10 @@ class Fleet:
     name: str
     engines: Engines
     ledger: Ledger
+    counter: ModelCounter | None = None
+    """Counts as the fleet's engines do; None where prompts are always estimated."""
+    factors: Factors = field(default_factory=Factors)
+    """What was learned of estimates."""
 
 
 class Terms(msgspec.Struct, frozen=True):
@@ -77,6 +84,8 @@ class Call:
     """It comes when its client, or another one of its key, was told to."""
     phase: Phase = Phase.ESTIMATING
     demand: Demand | None = None
+    guess: tuple[Part, ...] = ()
+    """How its prompt was estimated, where the engine's count can say how well."""
     charges: tuple[Charge, ...] = ()
     """What it takes of its key's rate quotas in its fleet."""
     all_fleets_charges: tuple[Charge, ...] = ()

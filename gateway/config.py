@@ -250,6 +250,21 @@ class Pool(_Strict, frozen=True, kw_only=True):
     """Beside those of the list."""
 
 
+ENGINE = "engine"
+"""In the place of a tokenizer's files: the engines themselves are asked."""
+
+
+class Tokenizer(_Strict, frozen=True, kw_only=True):
+    """Files of the served model, as its engines read them."""
+
+    file: str
+    """`tokenizer.json`, or the folder that holds it; absolute once loaded, and the file itself."""
+    chat_template: str | None = None
+    """What the engines were given as `--chat-template`; absolute once loaded."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Their `--default-chat-template-kwargs`."""
+
+
 class Fleet(_Strict, frozen=True, kw_only=True):
     model: ModelName
     name: NameOrDefault = ""
@@ -260,7 +275,11 @@ class Fleet(_Strict, frozen=True, kw_only=True):
     safe_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.95
     share_prompt_of_n: bool = False
     speculative_tokens: Annotated[int, Meta(ge=0, le=1_024)] = 0
-    token_factor: Annotated[float, Meta(ge=0.5, le=4)] = 1.0
+    token_factor: Annotated[float, Meta(ge=0.5, le=4)] | None = None
+    """None = 1.0, and what is learned from the engines' reports."""
+    tokenizer: Tokenizer | str | None = None
+    """ENGINE, or the folder that holds the files, which is no text once loaded; None = prompts are always estimated."""
+    exact_above: Annotated[float, Meta(ge=0, le=1)] = 0.7
     overtake_blocks: CountOrZero | None = None
     slow_start_seconds: Annotated[float, Meta(ge=0, le=3_600)] = 30
     """Until a replica that has just been started beside others has all its blocks; 0 = at once."""
@@ -910,6 +929,20 @@ def _completed_fleet(fleet: Fleet, path: str, folder: Path, common: Access) -> F
         name=fleet.name or _name_from_model(fleet.model, path),
         lanes={pool.name: (pool.name,) for pool in pools} | fleet.lanes,
         pools=pools,
+        tokenizer=_completed_tokenizer(fleet.tokenizer, folder),
+    )
+
+
+def _completed_tokenizer(tokenizer: Tokenizer | str | None, folder: Path) -> Tokenizer | str | None:
+    if tokenizer is None or tokenizer == ENGINE:
+        return tokenizer
+    if isinstance(tokenizer, str):
+        tokenizer = Tokenizer(file=tokenizer)
+    file = (folder / tokenizer.file).absolute()
+    return replace(
+        tokenizer,
+        file=str(file / "tokenizer.json" if file.is_dir() else file),
+        chat_template=_absolute(tokenizer.chat_template, folder),
     )
 
 

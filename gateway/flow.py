@@ -19,15 +19,16 @@ from gateway.all_fleets import Joint
 from gateway.call import Call, Client, Relay
 from gateway.core import responses
 from gateway.core.blocks import inputs_blocks, used_blocks
-from gateway.core.estimate import Demand, held_cost, prompt_tokens, token_bounds
+from gateway.core.estimate import Demand, held_cost, token_bounds
 from gateway.core.headers import pinned
 from gateway.core.lifecycle import Action, Event, Step
 from gateway.core.outcomes import Code, Refusal
 from gateway.core.prefill import PrefillTimes
-from gateway.core.prompt import Prompt, PromptTokens
+from gateway.core.prompt import PromptTokens
 from gateway.core.quota import Units, charges, never_fits
 from gateway.core.request import forward
-from gateway.core.route import Outlook, candidate_lanes, hopeless, outlooks, route
+from gateway.core.route import FleetShape, Outlook, candidate_lanes, hopeless, outlooks, route
+from gateway.estimates import estimate
 from gateway.ledger.api import Grant, Ledger, Reservation
 from gateway.steps import Begun
 from gateway.tokens.api import Counted, Counter
@@ -37,7 +38,7 @@ from gateway.upstream.api import Upstream, UpstreamFailed, UpstreamRequest
 COUNTED_AT_ONCE_BYTES_MAX = 1024
 """Below this, judging a call by its bytes costs as much as counting its tokens."""
 COUNTED_UNASKED_BYTES_MAX = 32 * 1024
-"""Below this, counting takes less than 3 ms."""
+"""Below this, an estimate takes less than 3 ms."""
 UNKNOWN_SECONDS = 2.0
 UNKNOWN_TRIES = 3
 """A replica that only another process's configuration has is given up for one that this process knows, too.  If that
@@ -110,6 +111,7 @@ class Flow:
             return answer
         finally:
             reservation.settle(*_held(call, demand), _counted(call, demand))
+            _learn(call)
             call.relay = None  # the two would stay until the collector comes round
 
     def _open(self, call: Call, demand: Demand) -> Reservation:
@@ -128,7 +130,8 @@ class Flow:
         """The call's demand; hopeless and saturated calls are refused on bytes, before their tokens are counted."""
         shape, request, limits = call.fleet.engines.shape(), call.generation, call.terms.limits
         asks: Sequence[Outlook] = ()
-        if self._refused_lately(call) or len(request.body) > COUNTED_AT_ONCE_BYTES_MAX:
+        is_dear = _is_counted_exactly(call, shape)
+        if is_dear or self._refused_lately(call) or len(request.body) > COUNTED_AT_ONCE_BYTES_MAX:
             low, high = token_bounds(request, shape.token_factor)
             refusal = hopeless(shape, request, low, limits)
             if refusal is None:
@@ -136,7 +139,7 @@ class Flow:
                 refusal = self._known_refusal(call, lanes)
             if refusal:
                 return refusal
-            if len(request.body) > COUNTED_UNASKED_BYTES_MAX:
+            if is_dear or len(request.body) > COUNTED_UNASKED_BYTES_MAX:
                 asks = outlooks(shape, request, low, high, limits)
         counts = await self._count_unless_refused(call, asks)
         if isinstance(counts, Refusal):
@@ -156,7 +159,7 @@ class Flow:
         `Idempotency-Key` is to hear of the first one, which the store says only when it admits.
         """
         ask = bool(asks) and not call.once
-        counting = Begun(self._count_all(call.generation.prompts, call.fleet.engines.shape().token_factor))
+        counting = Begun(self._count_all(call))
         try:
             if not (counting.suspended and ask):
                 return await counting.rest()
@@ -178,14 +181,16 @@ class Flow:
             return self._limits.known_refusal((all_fleets.LANE,), class_, key)
         return known
 
-    async def _count_all(self, prompts: Sequence[Prompt], factor: float) -> list[Counted]:
-        return [await self._count(prompt, factor) for prompt in prompts]
-
-    async def _count(self, prompt: Prompt, factor: float) -> Counted:
-        if isinstance(prompt, PromptTokens):
-            return Counted(prompt.tokens, exact=True)
-        counted = await self._counter.count(prompt.texts)
-        return Counted(prompt_tokens(prompt, counted.tokens, factor), counted.exact)
+    async def _count_all(self, call: Call) -> list[Counted]:
+        """Of each prompt as the engines count it, where that can be told, else an estimate."""
+        counter, shape = call.fleet.counter, call.fleet.engines.shape()
+        if counter is not None and _is_counted_exactly(call, shape):
+            found = await counter.count(call.generation)
+            if found is not None:
+                return [Counted(tokens, exact=True) for tokens in found]
+        factors = call.fleet.factors if shape.learns else None
+        counts, call.guess = await estimate(self._counter, call.generation, shape.token_factor, factors)
+        return counts
 
     # -- calls that hold no blocks -------------------------------------------------------------------------------
 
@@ -286,6 +291,22 @@ class Flow:
             return None
         seconds = self._prefill_times.seconds(grant.replica, demand.prefill)
         return asyncio.get_running_loop().call_later(seconds, reservation.first_token)
+
+
+def _is_counted_exactly(call: Call, shape: FleetShape) -> bool:
+    """While there is room, a block too many does no harm, but counting takes processors.  Ids are counted already."""
+    prompts = call.generation.prompts
+    if call.fleet.counter is None or isinstance(prompts[0], PromptTokens):  # then all of them are
+        return False
+    fill = call.fleet.ledger.fill
+    return fill is None or fill >= shape.exact_above
+
+
+def _learn(call: Call) -> None:
+    """From what the engine says that the prompt has."""
+    usage = call.usage
+    if call.guess and usage is not None and usage.prompt_tokens > 0:
+        call.fleet.factors.observe(call.guess, usage.prompt_tokens)
 
 
 async def _would_refuse(call: Call, asks: Sequence[Outlook], lines: ExitStack) -> Refusal | None:

@@ -116,6 +116,10 @@ def check_reload(running: Settings, wanted: Settings) -> None:
     for number, (old, new) in enumerate(zip(running.fleets, wanted.fleets, strict=True)):
         _same_lanes(f"fleets[{number}]", old, new)
         _same_access(f"fleets[{number}]", old, new)
+        if old.tokenizer != new.tokenizer:
+            raise ConfigError(
+                f"fleets[{number}].tokenizer", "cannot change while the gateway runs: restart it"
+            )
 
 
 def _same_section(section: str, running: msgspec.Struct, wanted: msgspec.Struct) -> None:

@@ -5,6 +5,7 @@
 --- @include "page"
 --- @include "snapshot"
 --- @include "callers"
+--- @include "factors"
 
 local function offer(name, callback, flags)
   redis.register_function({function_name = LIBRARY .. '_' .. name, callback = callback, flags = flags})
@@ -20,3 +21,4 @@ offer('callers_follow', callers.follow, {'allow-oom', 'no-writes'})
 offer('callers_change', callers.change, {'allow-oom'})
 offer('callers_restore', callers.restore, {'allow-oom'})
 offer('callers_cut', callers.cut, {'allow-oom'})
+offer('factors_share', factors.share, {}) -- this one takes memory, and nobody waits for it

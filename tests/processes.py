@@ -220,9 +220,13 @@ class World:
     def config(
         self, pools: list[dict[str, Any]], *keys: dict[str, Any], **settings: Any
     ) -> tuple[Path, list[str]]:
-        """A configuration of one fleet `demo` on this world's store; JSON is YAML.  Also the keys' secrets."""
+        """A configuration of one fleet `demo` on this world's store; JSON is YAML.  Also the keys' secrets.
+
+        A call needs the same whatever came before it: nothing is learned of estimates.
+        """
         path, secrets = self.keys_file(*(keys or ({},)))
-        fleet = {"model": "demo", "pools": pools, "safe_fraction": 1.0, **settings.pop("fleet", {})}
+        fleet = {"model": "demo", "pools": pools, "safe_fraction": 1.0, "token_factor": 1.0}
+        fleet |= settings.pop("fleet", {})
         document = {
             "store": {"url": self.store.url, **settings.pop("store", {})},
             "auth": {"keys_file": str(path), **settings.pop("auth", {})},

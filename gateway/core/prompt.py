@@ -82,6 +82,8 @@ class PromptText(msgspec.Struct, frozen=True):
     """Of the texts together: a byte-level tokenizer never makes more tokens than this."""
     escape_bytes: int = 0
     """By how much `utf8_bytes` may be too many, because of escapes that were not decoded."""
+    media_tokens: int = 0
+    """Of `fixed_tokens`, those of media, of which no text says anything."""
 
 
 class PromptTokens(msgspec.Struct, frozen=True):
@@ -171,7 +173,7 @@ def _read_conversation(members: Members, gathered: "_Gathered") -> tuple[Prompt,
         _read_message(message, gathered)
     _read_tools(members, gathered)
     escape_bytes = _escape_bytes(members["messages"], gathered.literal_bytes)
-    return (_prompt_text(gathered.texts, gathered.fixed_tokens, escape_bytes),)
+    return (_prompt_text(gathered.texts, gathered.fixed_tokens, escape_bytes, gathered.media_tokens),)
 
 
 def _read_conversations(member: Member, name: str) -> tuple[Prompt, ...]:
@@ -286,6 +288,7 @@ class _Gathered:
     pieces: int = 0
     literal_bytes: int = 0
     """Of the texts that are not decoded."""
+    media_tokens: int = 0
 
     def add_text(self, value: Any) -> None:
         self._add_piece()
@@ -303,6 +306,7 @@ class _Gathered:
     def add_media(self) -> None:
         self._add_piece()
         self.fixed_tokens += MEDIA_TOKENS
+        self.media_tokens += MEDIA_TOKENS
 
     def _add_piece(self) -> None:
         self.pieces += 1
@@ -484,8 +488,10 @@ def _read_prompt_list(prompt: Any, name: str, most: int, fixed_tokens: int) -> t
     return None
 
 
-def _prompt_text(texts: Sequence[Text], fixed_tokens: int, escape_bytes: int = 0) -> PromptText:
-    return PromptText(tuple(texts), fixed_tokens, sum(map(text_bytes, texts)), escape_bytes)
+def _prompt_text(
+    texts: Sequence[Text], fixed_tokens: int, escape_bytes: int = 0, media_tokens: int = 0
+) -> PromptText:
+    return PromptText(tuple(texts), fixed_tokens, sum(map(text_bytes, texts)), escape_bytes, media_tokens)
 
 
 def _escape_bytes(messages: Member, literal_bytes: int) -> int:

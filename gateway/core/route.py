@@ -80,6 +80,10 @@ class FleetShape:
     """By rising `max_prompt_tokens`, None last."""
     lanes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Lane to the pools that its calls may use; a pool's lane has its name, and by default only that pool."""
+    exact_above: float = 0.0
+    """Where its engines' own count is at hand, it is asked for while so much of the fleet is reserved; 0 = always."""
+    learns: bool = False
+    """Estimates are corrected by what its engines have reported of others."""
     complete: bool = True
     """Every configured replica has told its capacity."""
 

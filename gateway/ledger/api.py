@@ -123,6 +123,11 @@ class Ledger(Protocol):
         ...
 
     @property
+    def fill(self) -> float | None:
+        """How much of the fleet is reserved (`core/fill.py`), as the store said a heartbeat ago; None = not known."""
+        ...
+
+    @property
     def refused_lately(self) -> bool:
         """Whether `known_refusal` may know any."""
         ...

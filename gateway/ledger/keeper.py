@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from gateway.core.books import FleetConfig
 from gateway.core.events import LeaseLost, Observer, StoreUp
+from gateway.core.fill import fill
 from gateway.ledger.channel import Op, Reply, Result
 from gateway.ledger.connection import Connection, listen
 from gateway.ledger.records import config_arguments, decode_text
+from gateway.ledger.share import read_replicas
 from gateway.ledger.wire import StoreAway
 
 if TYPE_CHECKING:
@@ -265,7 +267,7 @@ class Keeper:
         await self._tell_observations()
         await self._run_errands()
         if reply.status == "ok":
-            await self._read_share()
+            await self._read_replicas()
 
     async def _rest(self) -> None:
         """Until there is something to send, or the next heartbeat is due."""
@@ -390,13 +392,18 @@ class Keeper:
     async def _tell(self, kind: str, *arguments: str | int) -> None:
         await self._connection.evaluate("configure", "", self._wake_prefix, kind, *arguments)
 
-    async def _read_share(self) -> None:
-        """Once a heartbeat; behind a closed gate the books do not have all that runs yet."""
-        sharing, now = self._ledger.sharing, self._now()
-        if not sharing.seconds or not self._gate_open or now < self._read_at:
+    async def _read_replicas(self) -> None:
+        """Once a heartbeat, where somebody wants to know of them.
+
+        Behind a closed gate the books do not have all that runs yet.
+        """
+        ledger, now = self._ledger, self._now()
+        wanted = ledger.sharing.seconds or ledger.notes_fill
+        if not wanted or not self._gate_open or now < self._read_at:
             return
         self._read_at = now + self._config().heartbeat_ms / 1000
-        await sharing.read(self._connection)
+        read = ledger.sharing.read if ledger.sharing.seconds else read_replicas
+        ledger.note_fill(fill(await read(self._connection)))
 
     async def _compare(self) -> None:
         listed: dict[str, str] = {}

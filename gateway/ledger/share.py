@@ -2,7 +2,7 @@
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -68,13 +68,16 @@ class Sharing:
         """This process is ending."""
         self.seconds = 0.0
 
-    async def read(self, connection: Connection) -> None:
-        """Note this process's portions.  No batch may be on its way, and the gate has to be open.  Raises StoreAway."""
+    async def read(self, connection: Connection) -> Sequence[Replica]:
+        """Note this process's portions of the replicas; returns those.  Raises StoreAway.
+
+        No batch may be on its way, and the gate has to be open.
+        """
         owners = await _read(connection, "owners")
-        rows = await _read(connection, "replicas")
+        replicas = await read_replicas(connection)
         if owners:
-            replicas = [_replica(name, packed) for name, packed in rows.items()]
             self.portions = portions(replicas, len(owners), self._running().values())
+        return replicas
 
     def begin(self) -> None:
         """It is known that the store is away.  Without a reading there is nothing to share."""
@@ -183,6 +186,12 @@ def _waits(ask: Ask) -> bool:
 def _holding(ask: Ask) -> Holding:
     a = ask.admission
     return Holding(a.key, ask.replica, a.blocks, a.sequences, ask.prefill)
+
+
+async def read_replicas(connection: Connection) -> list[Replica]:
+    """As the store has them.  Raises StoreAway."""
+    rows = await _read(connection, "replicas")
+    return [_replica(name, packed) for name, packed in rows.items()]
 
 
 async def _read(connection: Connection, name: str) -> dict[bytes, Any]:

@@ -86,12 +86,15 @@ class ValkeyLedger:
         reply_seconds: float = REPLY_SECONDS,
         keep_lost: bool = False,
         share_seconds: float = 0.0,
+        notes_fill: bool = False,
     ) -> None:
         """`keep_lost` (`store.on_lease_lost: keep`): a call whose place was given away while this process was fenced
         is declared again by force, over the limit, instead of being reported to its `Lost`.
 
         `share_seconds` (`store.on_outage: share`): so long after the store went away this process still admits, within
-        its part of what was free; 0 = it does not."""
+        its part of what was free; 0 = it does not.
+
+        `notes_fill`: `fill` is kept, for a reading of the store's replicas with each heartbeat."""
         self.fleet = fleet
         self.now = now
         self.hold_seconds = hold.seconds or reply_seconds
@@ -108,6 +111,8 @@ class ValkeyLedger:
         self._random = random.Random(secrets.randbits(256))
         self._claimed: set[str] = set()
         self._claimed_sum = 0
+        self.notes_fill = notes_fill
+        self._fill: float | None = None
         self._known: dict[tuple[str, str, str], _Known] = {}
         self._counted: Counter[tuple[str, str, str]] = Counter()
         """Calls whose tokens are being counted, by lane, class and key."""
@@ -134,6 +139,13 @@ class ValkeyLedger:
     def away_seconds(self) -> float | None:
         """How long the store has been away; None while it answers."""
         return self._keeper.away_seconds
+
+    @property
+    def fill(self) -> float | None:
+        return None if self._keeper.away_seconds is not None else self._fill
+
+    def note_fill(self, fill: float) -> None:
+        self._fill = fill
 
     @property
     def opened(self) -> bool:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from gateway.core.prompt import Text
+from gateway.core.request import GenerationRequest
 
 
 class Counted(NamedTuple):
@@ -18,5 +19,16 @@ class Counter(Protocol):
 
         Long texts are counted off the event loop.  It suspends before that begins: a coroutine that is closed there
         has cost nothing.
+        """
+        ...
+
+
+class ModelCounter(Protocol):
+    """Counts as a fleet's engines do."""
+
+    async def count(self, request: GenerationRequest) -> list[int] | None:
+        """Tokens of each of the request's prompts, in their order; None where that cannot be told, or not soon.
+
+        It suspends before it costs anything but a look at the size.
         """
         ...

@@ -4,9 +4,8 @@ import asyncio
 import base64
 import hashlib
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +16,7 @@ from gateway.core.outcomes import OperatorError
 from gateway.core.prompt import Text, literal_text, text_bytes
 from gateway.tokens.api import Counted, Counter
 from gateway.tokens.memo import Memo, text_key
+from gateway.tokens.threads import THREADS, CountingThreads, IsLate
 
 VOCABULARY = Path(__file__).parent / "data" / "cl100k_base.tiktoken"
 VOCABULARY_SHA256 = "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7"
@@ -44,11 +44,6 @@ LOOKED_UP_BYTES_MAX = 3 << 18
 """Up to this much is looked up on the event loop: 1 us a text, as long as counting four characters takes (so every
 text is looked up), and 0.3 to 0.6 us a kilobyte, all in all under 1 ms.
 """
-THREADS = 2
-JOBS_MAX = 256
-"""Counts that run or wait for a thread; beyond it the bytes are the estimate."""
-COUNT_SECONDS_MAX = 2.0
-"""What is not counted by then, waiting included, is estimated by its bytes."""
 
 
 class VocabularyError(OperatorError):
@@ -79,20 +74,17 @@ class TiktokenCounter(Counter):
     """Counts ordinary text: what looks like a special token (`<|endoftext|>`) is text like any other.
 
     What was counted before is not tokenized again: a history that is sent again costs its hashes.  Never raises for a
-    text, and answers within COUNT_SECONDS_MAX: bytes stand for the tokens of what was not counted by then, which is
-    too many but never too few, and is not remembered.  A cancelled count stops at its next piece.
+    text.  Bytes stand for the tokens of what is late or has no place in a thread, which is too many but never too few,
+    and is not remembered.  A cancelled count stops at its next piece.
     """
 
-    def __init__(self, vocabulary: Path = VOCABULARY, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, threads: CountingThreads, vocabulary: Path = VOCABULARY) -> None:
         """Raises VocabularyError."""
-        self._encoding, *of_threads = load_encodings(vocabulary, 1 + THREADS)
+        self._encoding, *self._for_threads = load_encodings(vocabulary, 1 + THREADS)
         self._of_thread = threading.local()
-        self._clock = clock
+        self._threads = threads
         self._memo = Memo()
         self._inline_chars_left = INLINE_CHARS_A_TURN
-        self._threads = ThreadPoolExecutor(THREADS, "kvgate-tokens", self._take_encoding, (of_threads,))
-        self._places = threading.BoundedSemaphore(JOBS_MAX)
-        self._closed = threading.Event()
 
     async def count(self, texts: Sequence[Text]) -> Counted:
         """Tokens of all texts together."""
@@ -102,11 +94,6 @@ class TiktokenCounter(Counter):
         if found.unknown and not self._may_count_here(found.unknown):
             return await self._count_off_the_loop(texts, found)
         return Counted(found.tokens + sum(map(self._count_short, found.unknown)), exact=True)
-
-    def close(self) -> None:
-        """From now on bytes are the estimate, also for counts under way; the threads end."""
-        self._closed.set()
-        self._threads.shutdown(wait=False)
 
     def _may_count_here(self, parts: Sequence[_Part]) -> bool:
         """Takes their part of this turn's INLINE_CHARS_A_TURN."""
@@ -122,31 +109,15 @@ class TiktokenCounter(Counter):
         self._inline_chars_left = INLINE_CHARS_A_TURN
 
     async def _count_off_the_loop(self, texts: Sequence[Text], found: _Found | None) -> Counted:
-        await asyncio.sleep(0)
-        if self._closed.is_set() or not self._places.acquire(blocking=False):
-            return _estimate(texts, found)
-        stop = threading.Event()
-        job = self._threads.submit(self._count_long, texts, found, self._clock() + COUNT_SECONDS_MAX, stop)
-        job.add_done_callback(lambda _: self._places.release())
-        try:
-            # Shielded: a job cancelled while it waits would keep its texts in the queue, but not its place.
-            return await asyncio.shield(asyncio.wrap_future(job))
-        finally:
-            stop.set()
+        counted = await self._threads.run(partial(self._count_long, texts, found))
+        return counted or _estimate(texts, found)
 
     # -- in a thread ---------------------------------------------------------------------------------------------
 
-    def _take_encoding(self, of_threads: list[tiktoken.Encoding]) -> None:
-        self._of_thread.encoding = of_threads.pop()
-
-    def _count_long(
-        self, texts: Sequence[Text], found: _Found | None, deadline: float, stop: threading.Event
-    ) -> Counted:
-        def is_late() -> bool:
-            return stop.is_set() or self._closed.is_set() or self._clock() >= deadline
-
+    def _count_long(self, texts: Sequence[Text], found: _Found | None, is_late: IsLate) -> Counted:
         if is_late():
             return _estimate(texts, found)
+        self._take_encoding()
         tokens, parts = found or self._look_up(texts)
         exact = True
         counted: dict[str, int] = {}
@@ -156,7 +127,12 @@ class TiktokenCounter(Counter):
             exact = exact and of_part.exact
         return Counted(tokens, exact)
 
-    def _count_part(self, part: _Part, counted: dict[str, int], is_late: Callable[[], bool]) -> Counted:
+    def _take_encoding(self) -> None:
+        """With its first count a thread takes one for itself."""
+        if not hasattr(self._of_thread, "encoding"):
+            self._of_thread.encoding = self._for_threads.pop()
+
+    def _count_part(self, part: _Part, counted: dict[str, int], is_late: IsLate) -> Counted:
         """`counted` are this call's pieces, of which equal ones are counted once."""
         tokens, exact = 0, True
         for piece in part.pieces():

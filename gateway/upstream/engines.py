@@ -28,6 +28,9 @@ class FleetPlan:
     default_output_tokens: int
     max_output_tokens: int | None
     token_factor: float
+    exact_above: float
+    learns: bool
+    """Estimates are corrected by what engines report."""
     speculative_tokens: int
     share_prompt_of_n: bool
     safe_fraction: float
@@ -157,6 +160,8 @@ class WatchedEngines:
             default_output_tokens=plan.default_output_tokens,
             max_output_tokens=plan.max_output_tokens,
             token_factor=plan.token_factor,
+            exact_above=plan.exact_above,
+            learns=plan.learns,
             speculative_tokens=plan.speculative_tokens,
             share_prompt_of_n=plan.share_prompt_of_n and not self._unshared,
             pools=tuple(_pool_shape(name, most, known[name]) for name, most in plan.pools if name in known),

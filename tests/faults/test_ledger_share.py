@@ -517,8 +517,9 @@ class Readings:
 
         async def noted(connection):
             began = time.monotonic()
-            await read(connection)
+            replicas = await read(connection)
             self._began[id(m)] = began
+            return replicas
 
         m.ledger.sharing.read = noted
 

@@ -52,13 +52,16 @@ class Peer:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
         self.writer = writer
+        self.head = b""
+        """Of the request."""
         self.written = 0
         """Bytes that the transport and the kernel have taken off us."""
         self.gone = asyncio.Event()
 
     async def request(self) -> tuple[str, bytes]:
         """Read one request whole; returns its first line and its body."""
-        line, *head = (await self.reader.readuntil(b"\r\n\r\n")).split(b"\r\n")
+        self.head = await self.reader.readuntil(b"\r\n\r\n")
+        line, *head = self.head.split(b"\r\n")
         lengths = [int(field[15:]) for field in head if field.lower().startswith(b"content-length:")]
         return line.decode(), await self.reader.readexactly(sum(lengths))
 

@@ -20,6 +20,7 @@ from gateway.ledger.api import Cut, Reservation
 from gateway.mock.engine import EngineConfig
 from gateway.mock.faults import Fault, Kind
 from gateway.mock.journal import State
+from gateway.tokens.threads import CountingThreads
 from gateway.tokens.tiktoken_counter import TiktokenCounter
 from tests.flow.driver import Suspensions, Visitor
 from tests.flow.engines import MockEngine, mock_engine
@@ -130,13 +131,14 @@ async def counting(store_url: str) -> AsyncIterator[Stage]:
     async def nothing() -> Callable[[Running], None]:
         return lambda task: None
 
-    counter = TiktokenCounter()
+    threads = CountingThreads()
+    counter = TiktokenCounter(threads)
     async with (
         mock_engine(EngineConfig(step_base_ms=1), speed=4) as mock,
         gateway(store_url, {"a": mock.url}, counter=counter) as world,
     ):
         yield Stage(world, [mock], nothing)
-    counter.close()
+    threads.close()
 
 
 @dataclass(frozen=True)

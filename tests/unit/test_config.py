@@ -12,6 +12,7 @@ from gateway.config import (
     KeyEntry,
     ReplicasFrom,
     Settings,
+    Tokenizer,
     found_replicas,
     load,
     load_keys,
@@ -103,6 +104,21 @@ def test_the_default_class_is_normal_or_the_lowest(tmp_path: Path) -> None:
 )
 def test_a_fleet_is_named_from_its_model(tmp_path: Path, model: str, name: str) -> None:
     assert loaded(tmp_path, with_(small(), "fleets.0.model", model)).fleets[0].name == name
+
+
+def test_a_tokenizer_is_a_folder_or_files_or_the_engine(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    asked: list[Any] = ["model", {"file": "model"}, {"file": "/m/tokenizer.json", "chat_template": "c.jinja"}]
+    found = [
+        loaded(tmp_path, with_(small(), "fleets.0.tokenizer", each)).fleets[0].tokenizer for each in asked
+    ]
+    folder = Tokenizer(file=str(tmp_path / "model/tokenizer.json"))
+    files = Tokenizer(file="/m/tokenizer.json", chat_template=str(tmp_path / "c.jinja"))
+    assert found == [folder, folder, files]
+    for none in ({}, {"tokenizer": "engine"}):
+        content = small()
+        content["fleets"][0].update(none)
+        assert loaded(tmp_path, content).fleets[0].tokenizer == none.get("tokenizer")
 
 
 @pytest.mark.parametrize(
@@ -250,6 +266,9 @@ def test_with_keys_in_the_store_no_file_is_needed(tmp_path: Path) -> None:
         ("fleets.0.model", "///", "fleets[0].name: missing"),
         ("fleets.0.safe_fraction", 0, "fleets[0].safe_fraction: expected number > 0"),
         ("fleets.0.safe_fraction", 1.1, "fleets[0].safe_fraction: expected number <= 1.0, got 1.1"),
+        ("fleets.0.tokenizer", {"chat_template": "a"}, "fleets[0].tokenizer.file: missing"),
+        ("fleets.0.tokenizer", {"file": "a", "x": 1}, "fleets[0].tokenizer.x: unknown setting"),
+        ("fleets.0.tokenizer", 7, "fleets[0].tokenizer: expected text or mapping or nothing, got 7"),
         ("fleets.0.token_factor", 0.4, "fleets[0].token_factor: expected number >= 0.5"),
         ("fleets.0.max_output_tokens", 9, "fleets[0].default_output_tokens: 1024 is over max_output_tokens (9)"),
         ("fleets.0.aliases", ["x", "x"], "fleets[0].aliases[1]: alias 'x' is already"),

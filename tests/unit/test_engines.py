@@ -65,6 +65,8 @@ def plan(**changes: Any) -> FleetPlan:
         "default_output_tokens": 1024,
         "max_output_tokens": None,
         "token_factor": 1.5,
+        "exact_above": 0.6,
+        "learns": True,
         "speculative_tokens": 3,
         "share_prompt_of_n": True,
         "safe_fraction": 0.95,
@@ -189,7 +191,8 @@ def test_the_plan_is_in_the_shape(watch: Watch) -> None:
     shape = engines(watch, max_output_tokens=99).shape()
     assert (shape.name, shape.model, shape.names) == ("demo", "big/demo", frozenset({"big/demo", "demo"}))
     assert (shape.default_output_tokens, shape.max_output_tokens) == (1024, 99)
-    assert (shape.token_factor, shape.speculative_tokens, shape.share_prompt_of_n) == (1.5, 3, True)
+    assert (shape.token_factor, shape.exact_above, shape.learns) == (1.5, 0.6, True)
+    assert (shape.speculative_tokens, shape.share_prompt_of_n) == (3, True)
     assert shape.lanes == {"short": ("short", "long"), "long": ("long",)}
     assert shape.pools == (), "no replica has answered yet"
 

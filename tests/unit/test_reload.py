@@ -240,6 +240,7 @@ def test_what_may_change(tmp_path: Path, change: dict[str, Any]) -> None:
         ({"fleet": {"name": "other"}}, "fleets: names cannot change while the gateway runs (demo -> other)"),
         ({"fleet": {"pools": pools(last="longer")}}, "fleets[0].pools: names cannot change"),
         ({"fleet": {"lanes": {"short": ["short", "long"]}}}, "fleets[0].lanes: cannot change"),
+        ({"fleet": {"tokenizer": "model"}}, "fleets[0].tokenizer: cannot change"),
     ],
 )
 def test_what_needs_a_restart_is_named(tmp_path: Path, change: dict[str, Any], words: str) -> None:

@@ -24,15 +24,14 @@ from gateway.core.prompt import Text, literal_text, text_bytes
 from gateway.steps import Begun
 from gateway.tokens import memo, tiktoken_counter
 from gateway.tokens.memo import ENTRY_BYTES, GENERATION_ENTRIES_MAX, MEMO_BYTES_MAX, Memo, text_key
+from gateway.tokens.threads import COUNT_SECONDS_MAX, JOBS_MAX, THREADS, CountingThreads
 from gateway.tokens.tiktoken_counter import (
     INLINE_CHARS,
     INLINE_CHARS_A_TURN,
-    JOBS_MAX,
     LOOKED_UP_BYTES_MAX,
     LOOKED_UP_TEXTS_MAX,
     PART_CHARS,
     PIECE_CHARS,
-    THREADS,
     VOCABULARY,
     TiktokenCounter,
     VocabularyError,
@@ -54,10 +53,15 @@ def loaded_once() -> Iterator[None]:
 
 
 @pytest.fixture
-def counter() -> Iterator[TiktokenCounter]:
-    counter = TiktokenCounter()
-    yield counter
-    counter.close()
+def threads() -> Iterator[CountingThreads]:
+    threads = CountingThreads()
+    yield threads
+    threads.close()
+
+
+@pytest.fixture
+def counter(threads: CountingThreads) -> TiktokenCounter:
+    return TiktokenCounter(threads)
 
 
 async def tokens_of(counter: TiktokenCounter, texts: list[str]) -> int:
@@ -106,10 +110,11 @@ async def test_no_network_is_ever_used(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(socket, "create_connection", forbidden)
     monkeypatch.setattr(socket, "socket", forbidden)
-    counter = TiktokenCounter()
+    threads = CountingThreads()
+    counter = TiktokenCounter(threads)
     assert await tokens_of(counter, ["hello world"]) == 2
     assert await tokens_of(counter, [LONG]) > 9000
-    counter.close()
+    threads.close()
 
 
 @pytest.mark.parametrize(
@@ -200,7 +205,7 @@ async def test_a_count_that_is_closed_before_its_job_begins_has_cost_nothing(
     assert counting.suspended
     counting.close()
     await jobs_begun()
-    assert (gate.pieces, counter._threads._work_queue.qsize()) == (0, 0)
+    assert (gate.pieces, counter._threads._pool._work_queue.qsize()) == (0, 0)
     short = Begun(counter.count(["hello"]))
     assert not short.suspended
     assert short.result == (1, True)
@@ -208,16 +213,17 @@ async def test_a_count_that_is_closed_before_its_job_begins_has_cost_nothing(
 
 async def test_what_is_late_is_estimated_by_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    counter = TiktokenCounter(clock=lambda: now)
+    threads = CountingThreads(lambda: now)
+    counter = TiktokenCounter(threads)
     gate = Gate(counter, monkeypatch)
     task = asyncio.create_task(counter.count([LONG]))
     await jobs_begun()
-    now = tiktoken_counter.COUNT_SECONDS_MAX
+    now = COUNT_SECONDS_MAX
     gate.open.set()
     counted = await task
     assert len(LONG) - PIECE_CHARS < counted.tokens <= len(LONG)
     assert not counted.exact
-    counter.close()
+    threads.close()
 
 
 async def test_a_cancelled_count_stops_at_its_next_piece_and_gives_its_place_back(
@@ -233,18 +239,21 @@ async def test_a_cancelled_count_stops_at_its_next_piece_and_gives_its_place_bac
     )
     assert await tokens_of(counter, [LONG]) == len(LONG)  # what waits for a thread still holds its place
     gate.open.set()
-    await asyncio.gather(*(asyncio.to_thread(counter._threads.submit(int).result) for _ in range(THREADS)))
+    await asyncio.gather(
+        *(asyncio.to_thread(counter._threads._pool.submit(int).result) for _ in range(THREADS))
+    )
     assert gate.pieces <= THREADS
     assert await tokens_of(counter, [LONG]) < len(LONG) / 3
 
 
-async def test_closing_ends_counts_under_way_with_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    counter = TiktokenCounter()
+async def test_closing_ends_counts_under_way_with_their_bytes(
+    counter: TiktokenCounter, threads: CountingThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gate = Gate(counter, monkeypatch)
     task = asyncio.create_task(counter.count([LONG]))
     await jobs_begun()
-    counter.close()
-    counter.close()
+    threads.close()
+    threads.close()
     gate.open.set()
     assert (await task).tokens > len(LONG) - PIECE_CHARS
     assert await tokens_of(counter, [LONG]) == len(LONG)
@@ -278,7 +287,7 @@ async def test_a_known_history_with_a_new_turn_needs_no_thread(
     history = await tokens_of(counter, HISTORY)
     gate = Gate(counter, monkeypatch)
     gate.open.set()
-    monkeypatch.setattr(counter._threads, "submit", None)
+    monkeypatch.setattr(counter._threads, "run", None)
     assert await counter.count([*HISTORY, "hello world"]) == (history + 2, True)
     assert gate.pieces == 1
 
@@ -348,9 +357,9 @@ TEXTS = st.lists(
 @pytest.fixture(scope="module")
 def shared() -> Iterator[TiktokenCounter]:
     """What one example leaves in the memo, the next one finds."""
-    counter = TiktokenCounter()
-    yield counter
-    counter.close()
+    threads = CountingThreads()
+    yield TiktokenCounter(threads)
+    threads.close()
 
 
 @settings(max_examples=60, deadline=None)
@@ -429,11 +438,12 @@ def test_the_interpreter_hashes_with_a_key() -> None:
 
 async def test_what_bytes_stood_for_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    counter = TiktokenCounter(clock=lambda: now)
+    threads = CountingThreads(lambda: now)
+    counter = TiktokenCounter(threads)
     gate = Gate(counter, monkeypatch)
     late, left = (asyncio.create_task(counter.count([text + LONG])) for text in "ab")
     await jobs_begun()
-    now = tiktoken_counter.COUNT_SECONDS_MAX
+    now = COUNT_SECONDS_MAX
     left.cancel()
     gate.open.set()
     assert not (await late).exact
@@ -443,7 +453,7 @@ async def test_what_bytes_stood_for_is_not_remembered(monkeypatch: pytest.Monkey
         counted = await counter.count([text + LONG])
         assert counted.exact
         assert counted.tokens < len(LONG) / 3
-    counter.close()
+    threads.close()
 
 
 async def test_every_thread_has_an_encoding_of_its_own(counter: TiktokenCounter) -> None:
@@ -451,9 +461,10 @@ async def test_every_thread_has_an_encoding_of_its_own(counter: TiktokenCounter)
 
     def mine() -> int:
         together.wait(30)
+        counter._take_encoding()
         return id(counter._of_thread.encoding)
 
-    jobs = [asyncio.wrap_future(counter._threads.submit(mine)) for _ in range(THREADS)]
+    jobs = [asyncio.wrap_future(counter._threads._pool.submit(mine)) for _ in range(THREADS)]
     assert len({id(counter._encoding), *await asyncio.gather(*jobs)}) == 1 + THREADS
 
 
@@ -483,20 +494,22 @@ def test_a_full_memo_needs_no_more_than_its_bytes() -> None:
     assert 2 * GENERATION_ENTRIES_MAX * ENTRY_BYTES <= MEMO_BYTES_MAX
 
 
-def test_a_missing_vocabulary_is_one_clear_line(tmp_path: Path) -> None:
+def test_a_missing_vocabulary_is_one_clear_line(tmp_path: Path, threads: CountingThreads) -> None:
     with pytest.raises(
         VocabularyError, match=r"cannot read the tokenizer's vocabulary .*: No such file"
     ) as raised:
-        TiktokenCounter(tmp_path / "absent")
+        TiktokenCounter(threads, tmp_path / "absent")
     assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("damage", [b"", b"AA== 0\n", b"not a vocabulary"])
-def test_a_damaged_vocabulary_is_one_clear_line(tmp_path: Path, damage: bytes) -> None:
+def test_a_damaged_vocabulary_is_one_clear_line(
+    tmp_path: Path, threads: CountingThreads, damage: bytes
+) -> None:
     damaged = tmp_path / "vocabulary"
     damaged.write_bytes(damage + VOCABULARY.read_bytes()[: 1000 if damage else -1])
     with pytest.raises(VocabularyError, match=r"damaged: its sha256 is [0-9a-f]{64}, not 223921b7") as raised:
-        TiktokenCounter(damaged)
+        TiktokenCounter(threads, damaged)
     assert "\n" not in str(raised.value)
 
 
