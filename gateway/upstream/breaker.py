@@ -18,6 +18,10 @@ DOUBT_FAILURES = 2
 """Of these, for a trial: an engine that shuts down answers a chat with 500 or a reset, a completion with the truth."""
 
 
+TOLD_BY_CALLS = frozenset({Why.ENDING, Why.FAILING})
+"""What ends these is a trial."""
+
+
 class Verdict(StrEnum):
     """What a trial came to."""
 
@@ -46,7 +50,7 @@ def verdict_of(status: int, body: bytes) -> Verdict:
 
 
 class Breaker:
-    """Takes in what happens at a replica; `why` is the reason for which it rests, None where it does not."""
+    """Takes in what happens at a replica; `reasons` says why it should rest."""
 
     def __init__(self) -> None:
         self._asleep = False
@@ -61,21 +65,21 @@ class Breaker:
         """It may be ending: a trial has to tell."""
 
     @property
-    def why(self) -> Why | None:
-        if self._asleep:
-            return Why.ASLEEP
-        if self._ending:
-            return Why.ENDING
-        if self._failures >= FAILURES_MAX:
-            return Why.FAILING
-        return Why.SUSPECT if self._suspect else None
+    def reasons(self) -> list[Why]:
+        """All there are, the one to tell first."""
+        found = {
+            Why.ASLEEP: self._asleep,
+            Why.ENDING: self._ending,
+            Why.FAILING: self._failures >= FAILURES_MAX,
+            Why.SUSPECT: self._suspect,
+        }
+        return [why for why, holds in found.items() if holds]
 
     @property
     def wants_trial(self) -> bool:
         """A suspect that says how many calls run in it ends its rest by that."""
-        if self.why is Why.SUSPECT:
-            return self._running_most is None
-        return self.doubtful or self.why in (Why.ENDING, Why.FAILING)
+        unseen = self._suspect and self._running_most is None
+        return self.doubtful or unseen or bool(TOLD_BY_CALLS.intersection(self.reasons))
 
     def succeeded(self) -> None:
         """A call was answered, which did not begin before a rest."""
@@ -110,7 +114,7 @@ class Breaker:
             return
         self.doubtful = False
         if verdict is Verdict.GOOD:
-            self._ending = self._suspect = False
-            self._failures = 0
+            self._ending, self._failures = False, 0
+            self._suspect = self._suspect and self._running_most is not None
         elif verdict is Verdict.ENDING:
             self._ending = True

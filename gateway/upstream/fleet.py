@@ -14,7 +14,7 @@ from gateway.core.headers import pinned
 from gateway.core.lineage import Lineage
 from gateway.core.rests import Why
 from gateway.upstream.api import Access, Trouble
-from gateway.upstream.breaker import Breaker, Verdict, verdict_of
+from gateway.upstream.breaker import TOLD_BY_CALLS, Breaker, Verdict, verdict_of
 from gateway.upstream.metrics_text import CacheConfig, EnginePage, read_page
 from gateway.upstream.scraper import NO_ACCESS, Scraper, Unusable
 
@@ -33,7 +33,6 @@ BACKOFF_FIRST_SECONDS = 1.0
 BACKOFF_MAX_SECONDS = 5.0
 """Between attempts at a replica that is down, and between trials of one that rests."""
 
-TOLD_BY_CALLS = frozenset({Why.ENDING, Why.FAILING})
 TRIAL = b'{"prompt": "a", "max_tokens": 1}'
 """Without a model the engine takes its own."""
 TRIAL_TIMEOUT_SECONDS = 5.0
@@ -487,9 +486,9 @@ class FleetWatch:
         What calls met does not close the last replica of a pool: their clients hear of it sooner than of a queue that
         nobody serves.
         """
-        why = replica.breaker.why
-        if why in TOLD_BY_CALLS and not self._another_takes_calls(replica):
-            why = None
+        another = self._another_takes_calls(replica)
+        reasons = (why for why in replica.breaker.reasons if another or why not in TOLD_BY_CALLS)
+        why = next(reasons, None)
         if why == replica.why:
             return
         replica.why = why

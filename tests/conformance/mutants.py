@@ -42,7 +42,7 @@ MUTANTS: dict[str, tuple[str, str]] = {
     "fit on the pool's sum": ("local room = used == 0 and math.huge or free", "local room = 0\n    for _, each in ipairs(list) do room = room + each.limit - each.used end"),
     "no dispatch after reap": ("  local more = owners.reap()", "  local dirty = meta.dirty\n  local more = owners.reap()\n  meta.dirty = dirty"),
     "no dispatch after a raised limit": ("  books.place_replica(name, replica)\n  books.meta.dirty = 1", "  if not books.replicas[name] then books.meta.dirty = 1 end\n  books.place_replica(name, replica)"),
-    "no dispatch after a replica came back": ("  replica.state = 'up'\n  books.store_replica(replica)\n  books.meta.dirty = 1", "  replica.state = 'up'\n  books.store_replica(replica)"),
+    "no dispatch after a replica came back": ("  books.room = books.room + 1\n  books.meta.dirty = 1\nend\n\nlocal function reconsider", "  books.room = books.room + 1\nend\n\nlocal function reconsider"),
     "double settle": ("  reserve.release(id, call, false)\n", "  reserve.vacate(id, call)\n"),
     "key's caps not given back": ("reserve.count_held(call, -call.blocks, -1)", "reserve.count_held(call, 0, 0)"),
     "ticket left after its time": ("queue.withdraw(late[i], rows.fetch(records.calls, late[i]), '')", ""),

@@ -189,8 +189,8 @@ TESTED_MUTANTS: dict[str, TestedMutant] = {
     ),
     "failures close the last replica of a pool": TestedMutant(
         "gateway/upstream/fleet.py",
-        "if why in TOLD_BY_CALLS and not self._another_takes_calls(replica):",
-        "if False:",
+        "if another or why not in TOLD_BY_CALLS)",
+        "if True)",
         ("tests/integration/test_discovery.py",),
     ),
     "load counts as a failure": TestedMutant(

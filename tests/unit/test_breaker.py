@@ -19,15 +19,19 @@ def failing(trouble: Trouble = Trouble.BROKEN, times: int = FAILURES_MAX) -> Bre
     return breaker
 
 
+def why_of(breaker: Breaker) -> Why | None:
+    return next(iter(breaker.reasons), None)
+
+
 def test_failures_in_a_row_open_it() -> None:
     breaker = failing(times=FAILURES_MAX - 1)
-    assert breaker.why is None
+    assert why_of(breaker) is None
     breaker.succeeded()
     for _ in range(FAILURES_MAX - 1):
         breaker.failed(Trouble.BROKEN)
-    assert breaker.why is None
+    assert why_of(breaker) is None
     breaker.failed(Trouble.BROKEN)
-    assert breaker.why is Why.FAILING
+    assert why_of(breaker) is Why.FAILING
     assert breaker.wants_trial
 
 
@@ -46,26 +50,26 @@ def test_two_failures_in_a_row_are_looked_into() -> None:
 @pytest.mark.parametrize("trouble", [Trouble.BUSY, Trouble.UNREACHABLE])
 def test_load_and_refused_connections_do_not(trouble: Trouble) -> None:
     """Of these the watch takes care: a replica that takes no connection is down."""
-    assert failing(trouble, 100).why is None
+    assert why_of(failing(trouble, 100)) is None
 
 
 def test_only_a_good_trial_closes_it() -> None:
     breaker = failing()
     for verdict in (Verdict.BAD, Verdict.NEUTRAL):
         breaker.tried(verdict)
-        assert (breaker.why, breaker.wants_trial) == (Why.FAILING, True)
+        assert (why_of(breaker), breaker.wants_trial) == (Why.FAILING, True)
     breaker.tried(Verdict.GOOD)
-    assert (breaker.why, breaker.wants_trial) == (None, False)
-    assert failing(times=1).why is None
+    assert (why_of(breaker), breaker.wants_trial) == (None, False)
+    assert why_of(failing(times=1)) is None
 
 
 def test_one_call_that_the_engine_ended_is_enough() -> None:
     breaker = failing(Trouble.ENDING, 1)
     for verdict in (Verdict.ENDING, Verdict.BAD, Verdict.NEUTRAL):
-        assert (breaker.why, breaker.wants_trial) == (Why.ENDING, True)
+        assert (why_of(breaker), breaker.wants_trial) == (Why.ENDING, True)
         breaker.tried(verdict)
     breaker.tried(Verdict.GOOD)
-    assert breaker.why is None
+    assert why_of(breaker) is None
 
 
 def test_calls_of_others_that_the_engine_ended_are_looked_into() -> None:
@@ -76,14 +80,14 @@ def test_calls_of_others_that_the_engine_ended_are_looked_into() -> None:
         assert not breaker.wants_trial
     breaker.saw(Vitals(aborted=8))
     breaker.saw(Vitals(aborted=8))
-    assert (breaker.why, breaker.wants_trial) == (None, True)
+    assert (why_of(breaker), breaker.wants_trial) == (None, True)
     breaker.tried(Verdict.NEUTRAL)
     assert breaker.wants_trial
     breaker.tried(Verdict.ENDING)
-    assert breaker.why is Why.ENDING
+    assert why_of(breaker) is Why.ENDING
     breaker.tried(Verdict.GOOD)
     breaker.saw(Vitals(aborted=0))
-    assert (breaker.why, breaker.wants_trial) == (None, False)
+    assert (why_of(breaker), breaker.wants_trial) == (None, False)
 
 
 def test_it_sleeps_as_long_as_its_metrics_say() -> None:
@@ -91,7 +95,7 @@ def test_it_sleeps_as_long_as_its_metrics_say() -> None:
     breaker = Breaker()
     for awake, why in ((True, None), (False, Why.ASLEEP), (None, None), (False, Why.ASLEEP), (True, None)):
         breaker.saw(Vitals(awake=awake))
-        assert (breaker.why, breaker.wants_trial) == (why, False)
+        assert (why_of(breaker), breaker.wants_trial) == (why, False)
 
 
 @pytest.mark.parametrize(
@@ -100,22 +104,33 @@ def test_it_sleeps_as_long_as_its_metrics_say() -> None:
 def test_a_suspect_is_one_until_a_call_has_ended_there(readings: list[int]) -> None:
     breaker = failing(Trouble.SLOW, 1)
     for running in readings:
-        assert breaker.why is Why.SUSPECT
+        assert why_of(breaker) is Why.SUSPECT
         breaker.saw(Vitals(running=running))
-    assert breaker.why is None
+    assert why_of(breaker) is None
 
 
 def test_a_suspect_that_does_not_say_what_runs_is_tried() -> None:
     breaker = failing(Trouble.SLOW, 1)
     breaker.saw(Vitals())
-    assert (breaker.why, breaker.wants_trial) == (Why.SUSPECT, True)
+    assert (why_of(breaker), breaker.wants_trial) == (Why.SUSPECT, True)
     breaker.tried(Verdict.BAD)
-    assert breaker.why is Why.SUSPECT
+    assert why_of(breaker) is Why.SUSPECT
     breaker.tried(Verdict.GOOD)
-    assert breaker.why is None
+    assert why_of(breaker) is None
     breaker.failed(Trouble.SLOW)
     breaker.saw(Vitals(running=2))
-    assert (breaker.why, breaker.wants_trial) == (Why.SUSPECT, False)
+    assert (why_of(breaker), breaker.wants_trial) == (Why.SUSPECT, False)
+
+
+def test_a_trial_does_not_clear_a_suspect_that_says_what_runs() -> None:
+    """It answers again, and what it has not answered may hold blocks still."""
+    breaker = failing(Trouble.SLOW)
+    breaker.saw(Vitals(running=2))
+    assert breaker.reasons == [Why.FAILING, Why.SUSPECT]
+    breaker.tried(Verdict.GOOD)
+    assert breaker.reasons == [Why.SUSPECT]
+    breaker.saw(Vitals(running=1))
+    assert breaker.reasons == []
 
 
 def test_more_late_answers_do_not_make_it_less_of_a_suspect() -> None:
@@ -123,7 +138,7 @@ def test_more_late_answers_do_not_make_it_less_of_a_suspect() -> None:
     breaker.saw(Vitals(running=5))
     breaker.failed(Trouble.SLOW)
     breaker.saw(Vitals(running=4))
-    assert breaker.why is None, "one that ran when it became one has ended"
+    assert why_of(breaker) is None, "one that ran when it became one has ended"
 
 
 @pytest.mark.parametrize(
