@@ -335,7 +335,8 @@ def _response_id(call: Call, replica: str) -> str:
     """Another one for each attempt; '' where none is written."""
     if call.generation.id_edit is None:
         return ""
-    return responses.new_id(secrets.token_hex(responses.RANDOM_CHARS // 2), replica, call.terms.caller)
+    random = secrets.token_hex(responses.RANDOM_CHARS // 2)
+    return responses.new_id(random, (call.fleet.name, replica), call.terms.caller)
 
 
 class _UnknownReplica(Exception):

@@ -36,22 +36,26 @@ _ENDS = frozenset({"response.completed", "response.incomplete"})
 _FAILURES = frozenset({"response.failed", "error"})
 
 
-def new_id(random: str, replica: str, caller: str) -> str:
+Place = tuple[str, str]
+"""A fleet, and one of its replicas."""
+
+
+def new_id(random: str, place: Place, caller: str) -> str:
     """`random`: RANDOM_CHARS hexadecimal digits that nobody can guess.  `caller`: the name of the key."""
-    return f"resp_{random}{_tag(replica)}{_whose(random, caller)}"
+    return f"resp_{random}{_tag(place)}{_whose(random, caller)}"
 
 
-def maker(response_id: str, caller: str, replicas: Iterable[str]) -> str | None:
-    """Which of the replicas made a response; None where none did, or for another caller."""
+def maker(response_id: str, caller: str, places: Iterable[Place]) -> Place | None:
+    """Where a response was made; None where none of these made it, or for another caller."""
     parts = _ID.fullmatch(response_id)
     if parts is None or parts[3] != _whose(parts[1], caller):
         return None
-    return next((replica for replica in replicas if _tag(replica) == parts[2]), None)
+    return next((place for place in places if _tag(place) == parts[2]), None)
 
 
 @lru_cache(maxsize=4096)
-def _tag(replica: str) -> str:
-    return hashlib.sha256(replica.encode()).hexdigest()[:TAG_CHARS]
+def _tag(place: Place) -> str:
+    return hashlib.sha256("\n".join(place).encode()).hexdigest()[:TAG_CHARS]
 
 
 def _whose(random: str, caller: str) -> str:

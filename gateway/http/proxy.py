@@ -332,10 +332,9 @@ class Proxy:
         if self._calls.is_cut(visit.key.name, visit.arrived):
             return refusal_of(Code.CUT)
         if request.response_id:
-            request = self._pinned(request, visit.key)
-            if isinstance(request, Refusal):
-                return request
-        fleet = self._fleet_of(request, visit.key)
+            fleet, request = self._pinned(request, visit.key)
+        else:
+            fleet = self._fleet_of(request, visit.key)
         if isinstance(fleet, Refusal):
             return fleet
         task = asyncio.current_task()
@@ -368,19 +367,18 @@ class Proxy:
         call.asked_back = call.retry_count > 0 and self._appointments.keep(name, now_ms)
         return None
 
-    def _pinned(self, request: Request, key: Key) -> Request | Refusal:
-        """To the replica that has what is asked for; for its own key, which could use that model then."""
-        names = (name for fleet in self._fleets.values() for name in fleet.engines.names())
-        replica = maker(request.response_id, key.name, names)
-        if replica is None:
+    def _pinned(self, request: Request, key: Key) -> tuple[Fleet | Refusal, Request]:
+        """The fleet and the replica that have what is asked for: for its own key, which could use that model then."""
+        fleets = {fleet.name: fleet for fleet in self._fleets.values()}
+        places = ((fleet.name, name) for fleet in fleets.values() for name in fleet.engines.names())
+        place = maker(request.response_id, key.name, places)
+        if place is None:
             shown = request.response_id[:MODEL_CHARS_SHOWN]
-            return Refusal(Code.NOT_FOUND, f"Response with id '{shown}' not found.", "response_id")
-        return replace(request, replica=replica)
+            return Refusal(Code.NOT_FOUND, f"Response with id '{shown}' not found.", "response_id"), request
+        return fleets[place[0]], replace(request, replica=place[1])
 
     def _fleet_of(self, request: Request, key: Key) -> Fleet | Refusal:
         """Without a model name the only fleet is meant, as vLLM means its only model."""
-        if request.replica:
-            return next(fleet for fleet in self._fleets.values() if fleet.engines.knows(request.replica))
         if request.model is None and self._only_fleet:
             return self._cleared(self._only_fleet, self._only_fleet.engines.shape().model, key)
         if request.model is None:

@@ -10,7 +10,6 @@ from typing import Any
 
 from gateway.mock.bodies import (
     Refusal,
-    integer,
     is_list_of,
     missing,
     parameter_error,
@@ -43,8 +42,8 @@ def parse_responses(body: Mapping[str, Any], call_id: str, server: Server) -> Ca
     previous = body.get("previous_response_id")
     if previous is not None:
         raise not_found(previous)
-    if body.get("truncation", "disabled") == "auto":
-        body = {**body, "truncate_prompt_tokens": _room(body, server)}
+    if body.get("truncation") == "auto":  # whatever the output limit: one token is left for it
+        body = {**body, "truncate_prompt_tokens": server.engine.max_model_len - 1}
     prompt = Reader(body, server.engine, keep=False).chat(_messages(body), body.get("tools"))
     one = {name: value for name, value in body.items() if name not in ("n", "stream_options")}
     limits = ("max_output_tokens",)
@@ -71,12 +70,6 @@ def _no_background(body: Mapping[str, Any]) -> Refusal:
         " server."
     )
     return Refusal(400, text, "invalid_request_error", "background")
-
-
-def _room(body: Mapping[str, Any], server: Server) -> int:
-    """What the context leaves beside the output limit."""
-    limit = integer(body, "max_output_tokens") or 1
-    return max(1, server.engine.max_model_len - limit)
 
 
 def response(progress: Progress, created: int, extras: Extras = NO_EXTRAS) -> Json:

@@ -127,7 +127,7 @@ async def test_the_query_of_a_request_passes(store_url: str) -> None:
         await peer.send(STREAM_HEAD, chunk(WORD + DONE), chunk(b""))
 
     async with raw_engine(script) as engine, gateway(store_url, {"a": engine.url}) as world:
-        path = f"{PATH}/{new_id('0' * 16, 'a', 'anonymous')}"
+        path = f"{PATH}/{new_id('0' * 16, (world.ledger.fleet, 'a'), 'anonymous')}"
         visitor = await ask(world, path, query="stream=true&starting_after=3")
         assert engine.lines == [f"GET {path}?stream=true&starting_after=3 HTTP/1.1"]
         assert visitor.body == WORD + DONE
@@ -138,8 +138,9 @@ async def test_nobody_else_finds_it(store_url: str) -> None:
     async with stores(store_url, key=Key("one", "normal")) as (world, _):
         made = await world.visit(ASKED, path=PATH)
         assert (await ask(world, f"{PATH}/{made.json['id']}")).status == 200
-        strange = new_id(made.json["id"][5:21], "a", "two")
-        for other in (strange, "resp_a64f43d4de3d21a7", new_id("0" * 16, "c", "one")):
+        fleet = world.ledger.fleet
+        strange = new_id(made.json["id"][5:21], (fleet, "a"), "two")
+        for other in (strange, "resp_a64f43d4de3d21a7", new_id("0" * 16, (fleet, "c"), "one")):
             for path, method in ((other, "GET"), (f"{other}/cancel", "POST")):
                 visitor = await ask(world, f"{PATH}/{path}", method)
                 assert (visitor.status, visitor.json["error"]["code"]) == (404, Code.NOT_FOUND)
@@ -149,7 +150,7 @@ async def test_nobody_else_finds_it(store_url: str) -> None:
 
 async def test_other_methods_are_refused(store_url: str) -> None:
     async with stores(store_url) as (world, _):
-        path = f"{PATH}/{new_id('0' * 16, 'a', 'anonymous')}"
+        path = f"{PATH}/{new_id('0' * 16, (world.ledger.fleet, 'a'), 'anonymous')}"
         for each, method, allowed in (
             (path, "DELETE", "GET"),
             (path, "POST", "GET"),

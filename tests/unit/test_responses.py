@@ -161,14 +161,15 @@ NAMES = st.text(st.characters(codec="ascii", min_codepoint=33), min_size=1, max_
 RANDOM = st.integers(0, 2**64 - 1).map(lambda number: f"{number:016x}")
 
 
-@given(RANDOM, st.lists(NAMES, min_size=1, max_size=5, unique=True), NAMES, NAMES)
+@given(RANDOM, st.lists(st.tuples(NAMES, NAMES), min_size=1, max_size=5, unique=True), NAMES, NAMES)
 def test_an_id_leads_back_for_its_own_key_alone(
-    random: str, replicas: list[str], key: str, other: str
+    random: str, places: list[tuple[str, str]], key: str, other: str
 ) -> None:
-    made = new_id(random, replicas[-1], key)
-    assert maker(made, key, replicas) == replicas[-1]
-    assert maker(made, key, replicas[:-1]) is None
-    assert maker(made, other, replicas) == (replicas[-1] if other == key else None)
+    """Replicas of two fleets may have one name."""
+    made = new_id(random, places[-1], key)
+    assert maker(made, key, places) == places[-1]
+    assert maker(made, key, places[:-1]) is None
+    assert maker(made, other, places) == (places[-1] if other == key else None)
     assert find_route(f"/v1/responses/{made}".encode(), []) is not None
 
 
@@ -176,11 +177,11 @@ def test_an_id_leads_back_for_its_own_key_alone(
     "other", ["", "resp_", "resp_a64f43d4de3d21a7", ID.upper(), ID + "0", "x" + ID, ID + "\n"]
 )
 def test_what_is_no_id_of_ours_leads_nowhere(other: str) -> None:
-    assert maker(other, "key", ["a"]) is None
+    assert maker(other, "key", [("f", "a")]) is None
 
 
 def test_ids_of_one_key_have_nothing_in_common() -> None:
-    one, two = new_id("0" * 16, "a", "key"), new_id("1" * 16, "b", "key")
+    one, two = new_id("0" * 16, ("f", "a"), "key"), new_id("1" * 16, ("f", "b"), "key")
     assert one[-16:-8] != two[-16:-8]
     assert one[-8:] != two[-8:]
 

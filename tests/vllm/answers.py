@@ -30,6 +30,7 @@ FREE_VALUES = {
         "prompt_token_ids",
     ),
     *("logprob", "token_logprobs", "bytes"),
+    *("embedding", "data", "score", "relevance_score"),
 }
 """Keys whose value depends on the model, its tokenizer or the clock: of a scalar the type counts, of a list of scalars
 that it is one.  Objects below them are looked into."""

@@ -37,8 +37,10 @@ class Ask:
     @property
     def exact(self) -> bool:
         """The prompt is given as token ids, so its count does not depend on a tokenizer."""
-        prompt = self.body.get("prompt") if isinstance(self.body, dict) else None
-        return isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], str)
+        prompt = self.body.get("prompt", self.body.get("input")) if isinstance(self.body, dict) else None
+        while isinstance(prompt, list) and prompt:
+            prompt = prompt[0]
+        return isinstance(prompt, int)
 
 
 def _dump(body: Any) -> bytes:
@@ -235,6 +237,31 @@ OTHERS = [
         "/v1/responses",
         {"model": MODEL, "input": "x", "max_output_tokens": 3, "stream": True},
     ),
+    Ask(
+        "responses of a name",
+        "/v1/responses",
+        {"model": MODEL, "input": "x", "max_output_tokens": 2, "request_id": "resp_0123456789abcdef"},
+    ),
+    Ask("responses again", "/v1/responses/resp_0123456789abcdef", method="GET"),
+    Ask("responses not cancelled", "/v1/responses/resp_0123456789abcdef/cancel"),
+    Ask(
+        "responses of an X-Request-Id",
+        "/v1/responses",
+        {"model": MODEL, "input": "x", "max_output_tokens": 2},
+        headers={"x-request-id": "my-req-42"},
+    ),
+    Ask(
+        "responses after nothing",
+        "/v1/responses",
+        {"model": MODEL, "input": "x", "previous_response_id": "resp_n"},
+    ),
+    Ask("responses of a template", "/v1/responses", {"model": MODEL, "prompt": {"id": "p"}}),
+    Ask(
+        "responses cut",
+        "/v1/responses",
+        {"model": MODEL, "input": LONG_TEXT, "truncation": "auto", "max_output_tokens": 2},
+    ),
+    Ask("responses too long", "/v1/responses", {"model": MODEL, "input": LONG_TEXT, "max_output_tokens": 2}),
     Ask("responses without input", "/v1/responses", {"model": MODEL}),
     Ask("responses unknown model", "/v1/responses", {"model": "nope", "input": "x"}),
     Ask("responses unknown id", "/v1/responses/resp_nope", method="GET"),
@@ -293,3 +320,61 @@ OTHERS = [
     Ask("origin", "/v1/models", method="GET", headers={"origin": "http://x"}),
 ]
 ASKS = [*CHATS, *TEXTS, *REFUSALS, *OTHERS]
+
+EMBED, SCORE, RERANK = "/v1/embeddings", "/score", "/rerank"
+
+
+def embed(name: str, value: Any, **more: Any) -> Ask:
+    return Ask(f"embed {name}", EMBED, {"model": MODEL, "input": value} | more)
+
+
+def score(name: str, **fields: Any) -> Ask:
+    return Ask(f"score {name}", SCORE, {"model": MODEL} | fields)
+
+
+def rerank(name: str, path: str = RERANK, **fields: Any) -> Ask:
+    return Ask(f"rerank {name}", path, {"model": MODEL, "query": "def foo"} | fields)
+
+
+_DOCUMENTS = ["class Bar", "import os"]
+POOLED = [
+    embed("text", "def foo"),
+    embed("texts", ["def foo", "class Bar"]),
+    embed("ids", [10, 11, 12]),
+    embed("lists of ids", [[10, 11, 12], [13]]),
+    embed("base64", [[10, 11]], encoding_format="base64"),
+    embed("cut", [[10, 11, 12, 13]], truncate_prompt_tokens=2),
+    embed("whole context", [[10] * CONTEXT_TOKENS]),
+    embed("too long", [[10] * (CONTEXT_TOKENS + 1)]),
+    embed("too long text", LONG_TEXT),
+    embed("cut to the context", [[10] * (CONTEXT_TOKENS + 1)], truncate_prompt_tokens=-1),
+    embed("cut beyond the context", "x", truncate_prompt_tokens=CONTEXT_TOKENS + 1),
+    embed("nothing", ""),
+    embed("no text", []),
+    embed("nothing among texts", ["", "x"]),
+    embed("messages as input", MESSAGES),
+    embed("conversations as input", [MESSAGES, MESSAGES]),
+    embed("streamed", "x", stream=True),
+    embed("of an unknown model", "x", model="nope"),
+    Ask("embed messages", EMBED, {"model": MODEL, "messages": MESSAGES}),
+    Ask("embed without input", EMBED, {"model": MODEL}),
+    Ask("embed without body", EMBED, b""),
+    Ask("pooling", "/pooling", {"model": MODEL, "input": [[10, 11]]}),
+    score("one", text_1="def foo", text_2="class Bar"),
+    score("many", text_1="def foo", text_2=_DOCUMENTS),
+    score("pairs", text_1=_DOCUMENTS, text_2=_DOCUMENTS),
+    score("queries", queries="def foo", documents=_DOCUMENTS),
+    score("cut", text_1="def foo bar", text_2=_DOCUMENTS, max_tokens_per_query=1, max_tokens_per_doc=2),
+    score("uneven", text_1=_DOCUMENTS, text_2="x"),
+    score("nothing", text_1="x", text_2=[]),
+    score("without texts"),
+    rerank("the best", documents=["class Bar"], top_n=1),
+    rerank("one", documents="class Bar"),
+    rerank("nothing"),
+    *(rerank(path, path, documents="class Bar") for path in ("/v1/rerank", "/v2/rerank")),
+    Ask("pooled chat", CHAT, {"model": MODEL, "messages": MESSAGES}),
+    Ask("pooled response", "/v1/responses", {"model": MODEL, "input": "x"}),
+    Ask("pooled tokens", "/tokenize", {"model": MODEL, "prompt": "def foo"}),
+    Ask("pooled models", "/v1/models", method="GET"),
+]
+"""Of a model that embeds."""

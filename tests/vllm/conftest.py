@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.processes import Mock, World, world
-from tests.vllm.engine import MOCK_OPTIONS, Vllm
+from tests.vllm.engine import MOCK_OPTIONS, POOLING_OPTIONS, Vllm
 from tests.vllm.environment import is_ready, place
 
 if not os.environ.get("KVGATE_TEST_VLLM"):
@@ -16,12 +16,22 @@ if not os.environ.get("KVGATE_TEST_VLLM"):
 @pytest.fixture(scope="session")
 def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Vllm]:
     """One real engine for all tests: its start takes 20 to 45 seconds."""
+    yield from _engine(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def pooling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Vllm]:
+    """A real engine that embeds."""
+    yield from _engine(tmp_path_factory, *POOLING_OPTIONS)
+
+
+def _engine(folders: pytest.TempPathFactory, *options: str) -> Iterator[Vllm]:
     venv = place(os.environ)
     if not is_ready(venv):
         pytest.fail(
             f"no vLLM in {venv}: run `make test-vllm`, or `python tests/vllm/environment.py`", pytrace=False
         )
-    engine = Vllm(venv, tmp_path_factory.mktemp("vllm") / "vllm.log")
+    engine = Vllm(venv, folders.mktemp("vllm") / "vllm.log", *options)
     try:
         engine.wait_ready()
         yield engine

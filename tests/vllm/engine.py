@@ -35,7 +35,9 @@ _SHARED_OPTIONS = (
         "--enable-prompt-tokens-details",
     ),
 )
-MOCK_OPTIONS = (*_SHARED_OPTIONS, "--max-num-batched-tokens", "2048", "--dev-mode")
+MOCK_OPTIONS = (*_SHARED_OPTIONS, "--max-num-batched-tokens", "2048", "--dev-mode", "--responses-store")
+POOLING_OPTIONS = ("--runner", "pooling", "--convert", "embed", "--max-num-seqs", "8")
+"""Of both engines, where the model embeds."""
 _VLLM_OPTIONS = (*_SHARED_OPTIONS, "--enforce-eager", "--dtype", "bfloat16")
 _VLLM_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -43,6 +45,7 @@ _VLLM_ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_ENABLE_RESPONSES_API_STORE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",

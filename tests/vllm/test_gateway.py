@@ -79,6 +79,19 @@ def passed(url: str, ask: Ask) -> Facts:
     }
 
 
+def test_a_response_is_found_again(gateway: GatewayProcess) -> None:
+    """The engine takes the name that kvgate gives it."""
+    asked = {"model": MODEL, "input": "def foo", "max_output_tokens": 3, "ignore_eos": True}
+    made = gateway.client.post("/v1/responses", json=asked).json()
+    again = gateway.client.get(f"/v1/responses/{made['id']}")
+    assert (again.status_code, again.json()) == (200, made)
+    cancelled = gateway.client.post(f"/v1/responses/{made['id']}/cancel")
+    assert (cancelled.status_code, cancelled.json()["error"]["param"]) == (400, "response_id")
+    assert gateway.client.get("/v1/responses/resp_nope").status_code == 404
+    counted = gateway.client.post("/tokenize", json={"model": MODEL, "prompt": "def foo"}).json()["count"]
+    assert counted == 4
+
+
 async def test_storm(real: Vllm, gateway: GatewayProcess) -> None:
     """The same forty calls at once: without the gateway nearly every one is preempted once."""
     figures = {}
