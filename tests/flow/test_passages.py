@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from gateway.core.events import CallEnded
 from gateway.core.lifecycle import Event
 from gateway.core.outcomes import Code, Outcome
 from gateway.http.auth import Key
+from gateway.http.relay import AnswerCutOff
 from gateway.mock.engine import EngineConfig
 from gateway.upstream.limits import UpstreamLimits
 from tests.flow.driver import Visitor
@@ -285,6 +287,42 @@ async def test_a_stream_of_another_path_is_not_held_back(store_url: str) -> None
         await visit
         assert visitor.complete
         assert visitor.body == b"data: 1\n\nevent: error\ndata: {}\n\n"
+        await world.quiet()
+
+
+async def test_a_stream_of_another_path_that_breaks_is_cut_off(store_url: str) -> None:
+    """In what words it could say so is not known."""
+
+    async def script(peer: Peer) -> None:
+        await peer.send(STREAM_HEAD, chunk(b"data: 1\n\n"))
+
+    async with (
+        raw_engine(script) as engine,
+        gateway(store_url, {"a": engine.url}, pass_through=[OTHER]) as world,
+    ):
+        visitor = Visitor(world.app, b"{}", path=OTHER)
+        with pytest.raises(AnswerCutOff):
+            await visitor.run()
+        assert (visitor.body, visitor.complete) == (b"data: 1\n\n", False)
+        end = world.only_end()
+        assert (end.outcome, end.reason) == (Outcome.FAILED, Code.UPSTREAM_ERROR)
+        await world.quiet()
+
+
+async def test_a_reload_allows_and_forbids_paths(store_url: str) -> None:
+    async with held(store_url, pass_through=[OTHER]) as (world, engine, go):
+        scope = {"raw_path": OTHER.encode()}
+        settings = world.app._settings
+        running = asyncio.create_task(world.visit(b"{}", path=OTHER))
+        await soon(lambda: len(engine.bodies) == 1, "the engine has the call")
+        world.app.use(replace(settings, pass_through=frozenset(), unreserved_max=1))
+        assert world.app.route(scope) is None
+        refused = await world.visit(ASKED, path=TOKENIZE)
+        assert (refused.status, refused.json["error"]["code"]) == (429, Code.CAPACITY_EXCEEDED)
+        go.set()
+        assert (await running).status == 200, "who runs is let go on"
+        world.app.use(settings)
+        assert world.app.route(scope)
         await world.quiet()
 
 
