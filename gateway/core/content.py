@@ -99,11 +99,6 @@ def script_of(texts: Sequence[Text]) -> str:
 
 def _windows(texts: Sequence[Text], step: int) -> Iterator[bytes]:
     """`step` characters apart."""
-    if (
-        len(texts) == 1 and isinstance(texts[0], str) and texts[0].isascii()
-    ):  # the usual one, in a third of the time
-        yield from (texts[0][at : at + WINDOW_BYTES].encode() for at in range(0, len(texts[0]), step))
-        return
     at = 0
     for text in texts:
         while at < len(text):

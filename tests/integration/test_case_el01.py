@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.tokens.tiktoken_counter import COUNT_SECONDS_MAX
+from gateway.tokens.threads import COUNT_SECONDS_MAX
 from tests.flow.test_flood import WORDS
 from tests.integration.test_case_el03 import p99
 from tests.processes import QUICK_STORE, GatewayProcess, World

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from gateway.app import _model_counter
+from gateway.config import Tokenizer
 from gateway.core.request import Endpoint, GenerationRequest, parse
 from gateway.steps import Begun
 from gateway.tokens.exact import BODY_BYTES_MAX, PROMPT_CHARS_MAX, TokenizerCounter
@@ -315,3 +317,11 @@ def test_what_is_an_extra_is_only_loaded_where_it_is_wanted() -> None:
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert "gateway.tokens.files" in ran.stdout.split()
     assert not {"gateway.tokens.exact", "tokenizers", "jinja2"} & set(ran.stdout.split())
+
+
+def test_without_the_extra_it_says_what_to_install(
+    folder: Path, threads: CountingThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "gateway.tokens.exact", None)
+    with pytest.raises(TokenizerError, match=r"pip install 'kvgate\[exact\]'"):
+        _model_counter(Tokenizer(file=str(folder / "tokenizer.json")), threads)
