@@ -28,7 +28,8 @@ from gateway.tokens.threads import CountingThreads
 from gateway.tokens.tiktoken_counter import TiktokenCounter
 from tests.corpus import CHATS, messages
 
-CALLS = 1800
+pytestmark = pytest.mark.timeout(300)
+CALLS = 1500
 LEARNED = CALLS // 3
 """Those before teach only."""
 BLOCK_SIZE = 16
@@ -91,8 +92,19 @@ def requests() -> list[tuple[str, GenerationRequest, str]]:
     return found
 
 
-async def samples(count: Callable[[str], int]) -> list[Sample]:
-    threads = CountingThreads()
+MODELS = {"deepseek": deepseek, "qwen": qwen}
+_samples: dict[str, list[Sample]] = {}
+
+
+async def samples(model: str) -> list[Sample]:
+    """Of each model once: it takes seconds."""
+    if model not in _samples:
+        _samples[model] = await _count_all(MODELS[model]())
+    return _samples[model]
+
+
+async def _count_all(count: Callable[[str], int]) -> list[Sample]:
+    threads = CountingThreads(lambda: 0.0)
     counter = TiktokenCounter(threads)
     found = []
     for kind, request, prompt in requests():
@@ -130,10 +142,9 @@ def oracle(calls: Sequence[Sample]) -> Errors:
     raise AssertionError("the highest factor leaves none short")
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("model", [deepseek, qwen])
-async def test_learned_estimates_keep_their_bounds(model: Callable[[], Callable[[str], int]]) -> None:
-    calls = await samples(model())
+@pytest.mark.parametrize("model", MODELS)
+async def test_learned_estimates_keep_their_bounds(model: str) -> None:
+    calls = await samples(model)
     factors, estimated = Factors(), []
     for call in calls:
         estimated.append(factors.estimate(call.parts))
@@ -141,9 +152,7 @@ async def test_learned_estimates_keep_their_bounds(model: Callable[[], Callable[
     by_kind: dict[str, list[int]] = defaultdict(list)
     for index in range(LEARNED, CALLS):
         by_kind[calls[index].kind].append(index)
-    print(
-        f"\n{model.__name__}: blocks over, of an oracle for each kind, and under, of {CALLS - LEARNED} calls"
-    )
+    print(f"\n{model}: blocks over, of an oracle for each kind, and under, of {CALLS - LEARNED} calls")
     over = best = needed = 0.0
     for kind, indices in by_kind.items():
         real = [calls[index].real for index in indices]
@@ -173,7 +182,7 @@ def _check_replicas(estimated: Sequence[int], real: Sequence[int]) -> None:
 
 async def test_what_is_common_is_enough_at_last() -> None:
     """Long prompts of one kind: of a thousand none is short by more than a block in a hundred."""
-    calls = [call for call in await samples(deepseek()) if call.kind != "long chat"]
+    calls = [call for call in await samples("deepseek") if call.kind != "long chat"]
     factors = Factors()
     for _ in range(2):
         for call in calls:

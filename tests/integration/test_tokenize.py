@@ -30,6 +30,12 @@ def request_of(endpoint: Endpoint = Endpoint.CHAT, **fields: Any) -> GenerationR
     return request
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine of ours answers at once, but the machine may stand still."""
+    monkeypatch.setattr(tokenize, "ANSWER_SECONDS", 60.0)
+
+
 class Clock:
     now = 0.0
 
@@ -120,10 +126,7 @@ async def test_an_engine_that_is_silent_is_not_waited_for(monkeypatch: pytest.Mo
         assert len(engine.bodies) == 1
 
 
-async def test_not_too_many_ask_at_once_and_each_gives_its_place_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(tokenize, "ANSWER_SECONDS", 60.0)
+async def test_not_too_many_ask_at_once_and_each_gives_its_place_back() -> None:
     answered = asyncio.Event()
 
     async def wait(peer: Peer) -> None:
