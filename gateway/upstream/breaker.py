@@ -75,11 +75,11 @@ class Breaker:
         }
         return [why for why, holds in found.items() if holds]
 
-    @property
-    def wants_trial(self) -> bool:
-        """A suspect that says how many calls run in it ends its rest by that."""
-        unseen = self._suspect and self._running_most is None
-        return self.doubtful or unseen or bool(TOLD_BY_CALLS.intersection(self.reasons))
+    def wants_trial(self, another: bool) -> bool:
+        """`another` replica takes calls; else only a suspect is tried, which does not say how many calls run in it."""
+        if self._suspect and self._running_most is None:
+            return True
+        return another and (self.doubtful or not TOLD_BY_CALLS.isdisjoint(self.reasons))
 
     def succeeded(self) -> None:
         """A call was answered, which did not begin before a rest."""

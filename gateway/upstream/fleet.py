@@ -465,7 +465,7 @@ class FleetWatch:
             self._take_out(replica, problem)
             await self._revive(replica)
             return
-        if replica.breaker.wants_trial and (replica.why or self._another_takes_calls(replica)):
+        if replica.breaker.wants_trial(self._another_takes_calls(replica)):
             replica.breaker.tried(await self._try_out(replica.spec))
         self._reconsider(replica)
 

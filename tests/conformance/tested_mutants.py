@@ -183,8 +183,8 @@ TESTED_MUTANTS: dict[str, TestedMutant] = {
     ),
     "a replica that rests is not tried": TestedMutant(
         "gateway/upstream/fleet.py",
-        "if replica.breaker.wants_trial and (",
-        "if replica.breaker.wants_trial and False and (",
+        "if replica.breaker.wants_trial(self._another_takes_calls(replica)):",
+        "if False:",
         ("tests/integration/test_discovery.py",),
     ),
     "failures close the last replica of a pool": TestedMutant(

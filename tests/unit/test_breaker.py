@@ -32,7 +32,7 @@ def test_failures_in_a_row_open_it() -> None:
     assert why_of(breaker) is None
     breaker.failed(Trouble.BROKEN)
     assert why_of(breaker) is Why.FAILING
-    assert breaker.wants_trial
+    assert breaker.wants_trial(True)
 
 
 def test_two_failures_in_a_row_are_looked_into() -> None:
@@ -40,7 +40,7 @@ def test_two_failures_in_a_row_are_looked_into() -> None:
     breaker = failing(times=1)
     breaker.succeeded()
     breaker.failed(Trouble.BROKEN)
-    assert not breaker.wants_trial
+    assert not breaker.wants_trial(True)
     breaker.failed(Trouble.SLOW)
     assert breaker.doubtful
     breaker.tried(Verdict.GOOD)
@@ -57,16 +57,16 @@ def test_only_a_good_trial_closes_it() -> None:
     breaker = failing()
     for verdict in (Verdict.BAD, Verdict.NEUTRAL):
         breaker.tried(verdict)
-        assert (why_of(breaker), breaker.wants_trial) == (Why.FAILING, True)
+        assert (why_of(breaker), breaker.wants_trial(True)) == (Why.FAILING, True)
     breaker.tried(Verdict.GOOD)
-    assert (why_of(breaker), breaker.wants_trial) == (None, False)
+    assert (why_of(breaker), breaker.wants_trial(True)) == (None, False)
     assert why_of(failing(times=1)) is None
 
 
 def test_one_call_that_the_engine_ended_is_enough() -> None:
     breaker = failing(Trouble.ENDING, 1)
     for verdict in (Verdict.ENDING, Verdict.BAD, Verdict.NEUTRAL):
-        assert (why_of(breaker), breaker.wants_trial) == (Why.ENDING, True)
+        assert (why_of(breaker), breaker.wants_trial(True)) == (Why.ENDING, True)
         breaker.tried(verdict)
     breaker.tried(Verdict.GOOD)
     assert why_of(breaker) is None
@@ -77,17 +77,17 @@ def test_calls_of_others_that_the_engine_ended_are_looked_into() -> None:
     breaker = Breaker()
     for aborted in (None, 7, 7):
         breaker.saw(Vitals(aborted=aborted))
-        assert not breaker.wants_trial
+        assert not breaker.wants_trial(True)
     breaker.saw(Vitals(aborted=8))
     breaker.saw(Vitals(aborted=8))
-    assert (why_of(breaker), breaker.wants_trial) == (None, True)
+    assert (why_of(breaker), breaker.wants_trial(True)) == (None, True)
     breaker.tried(Verdict.NEUTRAL)
-    assert breaker.wants_trial
+    assert breaker.wants_trial(True)
     breaker.tried(Verdict.ENDING)
     assert why_of(breaker) is Why.ENDING
     breaker.tried(Verdict.GOOD)
     breaker.saw(Vitals(aborted=0))
-    assert (why_of(breaker), breaker.wants_trial) == (None, False)
+    assert (why_of(breaker), breaker.wants_trial(True)) == (None, False)
 
 
 def test_it_sleeps_as_long_as_its_metrics_say() -> None:
@@ -95,7 +95,7 @@ def test_it_sleeps_as_long_as_its_metrics_say() -> None:
     breaker = Breaker()
     for awake, why in ((True, None), (False, Why.ASLEEP), (None, None), (False, Why.ASLEEP), (True, None)):
         breaker.saw(Vitals(awake=awake))
-        assert (why_of(breaker), breaker.wants_trial) == (why, False)
+        assert (why_of(breaker), breaker.wants_trial(True)) == (why, False)
 
 
 @pytest.mark.parametrize(
@@ -112,14 +112,14 @@ def test_a_suspect_is_one_until_a_call_has_ended_there(readings: list[int]) -> N
 def test_a_suspect_that_does_not_say_what_runs_is_tried() -> None:
     breaker = failing(Trouble.SLOW, 1)
     breaker.saw(Vitals())
-    assert (why_of(breaker), breaker.wants_trial) == (Why.SUSPECT, True)
+    assert (why_of(breaker), breaker.wants_trial(True)) == (Why.SUSPECT, True)
     breaker.tried(Verdict.BAD)
     assert why_of(breaker) is Why.SUSPECT
     breaker.tried(Verdict.GOOD)
     assert why_of(breaker) is None
     breaker.failed(Trouble.SLOW)
     breaker.saw(Vitals(running=2))
-    assert (why_of(breaker), breaker.wants_trial) == (Why.SUSPECT, False)
+    assert (why_of(breaker), breaker.wants_trial(True)) == (Why.SUSPECT, False)
 
 
 def test_a_trial_does_not_clear_a_suspect_that_says_what_runs() -> None:
@@ -131,6 +131,14 @@ def test_a_trial_does_not_clear_a_suspect_that_says_what_runs() -> None:
     assert breaker.reasons == [Why.SUSPECT]
     breaker.saw(Vitals(running=1))
     assert breaker.reasons == []
+
+
+def test_the_last_one_of_a_pool_is_tried_only_where_nothing_else_tells() -> None:
+    breaker = failing(Trouble.SLOW)
+    assert breaker.wants_trial(False)
+    breaker.saw(Vitals(running=2))
+    assert not breaker.wants_trial(False)
+    assert not failing(Trouble.ENDING, 1).wants_trial(False)
 
 
 def test_more_late_answers_do_not_make_it_less_of_a_suspect() -> None:
