@@ -118,6 +118,12 @@ class Call:
         assert isinstance(self.request, GenerationRequest)
         return self.request
 
+    @property
+    def excluded(self) -> tuple[str, ...]:
+        """Replicas that do not have what the call goes on from."""
+        only = self.request.replica
+        return tuple(name for name in self.fleet.engines.names() if name != only) if only else ()
+
     def advance(self, event: Event) -> Step:
         """Take the step that the table has for the event."""
         step = lifecycle.step(self.phase, event)
@@ -160,6 +166,7 @@ class Call:
             identity=self.identity,
             once=self.once,
             standing=self.standing,
+            exclude=self.excluded,
             charges=self.charges,
             body_bytes=len(self.request.body),
             tokens_max=demand.output_tokens * demand.sequences,

@@ -33,7 +33,7 @@ from gateway.ledger.api import Grant, Ledger, Reservation
 from gateway.steps import Begun
 from gateway.tokens.api import Counted, Counter
 from gateway.turns import Turns
-from gateway.upstream.api import Upstream, UpstreamFailed, UpstreamRequest
+from gateway.upstream.api import Collected, Upstream, UpstreamFailed, UpstreamRequest
 
 COUNTED_AT_ONCE_BYTES_MAX = 1024
 """Below this, judging a call by its bytes costs as much as counting its tokens."""
@@ -128,7 +128,10 @@ class Flow:
 
     async def _estimate(self, call: Call) -> Demand | Refusal:
         """The call's demand; hopeless and saturated calls are refused on bytes, before their tokens are counted."""
-        shape, request, limits = call.fleet.engines.shape(), call.generation, call.terms.limits
+        refusal = await self._recall(call)
+        if refusal:
+            return refusal
+        shape, request, limits = _shape(call), call.generation, call.terms.limits
         asks: Sequence[Outlook] = ()
         is_dear = _is_counted_exactly(call, shape)
         if is_dear or self._refused_lately(call) or len(request.body) > COUNTED_AT_ONCE_BYTES_MAX:
@@ -139,7 +142,7 @@ class Flow:
                 refusal = self._known_refusal(call, lanes)
             if refusal:
                 return refusal
-            if is_dear or len(request.body) > COUNTED_UNASKED_BYTES_MAX:
+            if (is_dear or len(request.body) > COUNTED_UNASKED_BYTES_MAX) and not request.replica:
                 asks = outlooks(shape, request, low, high, limits)
         counts = await self._count_unless_refused(call, asks)
         if isinstance(counts, Refusal):
@@ -167,6 +170,35 @@ class Flow:
                 return await _would_refuse(call, asks, lines) or await counting.rest()
         finally:
             counting.close()
+
+    async def _recall(self, call: Call) -> Refusal | None:
+        """Ask the engine how long the conversation is that the call goes on from, and count that, too."""
+        asked = call.request
+        if not asked.replica:
+            return None
+        engines = call.fleet.engines
+        if engines.any_up((), asked.replica) is None:
+            return NOBODY_ANSWERS
+        access, found = engines.access(asked.replica), Collected(responses.EVENT_BYTES_MAX)
+        request = UpstreamRequest(
+            engines.url(asked.replica),
+            f"/v1/responses/{asked.response_id}",
+            [*call.headers, *access.headers],
+            b"",
+            method="GET",
+            tls=access.tls,
+        )
+        try:
+            await self._upstream.exchange(request, found)
+        except UpstreamFailed as failed:
+            return refusal_of(Code.UPSTREAM_TIMEOUT if failed.timed_out else Code.UPSTREAM_ERROR)
+        if found.status >= 500:
+            return refusal_of(Code.UPSTREAM_ERROR)
+        usage = responses.inspect_response(found.content).usage
+        if found.status != 200 or usage is None:
+            return responses.not_found(asked.response_id)
+        call.request = call.generation.after(usage.prompt_tokens + (usage.completion_tokens or 0))
+        return None
 
     def _refused_lately(self, call: Call) -> bool:
         limited = call.terms.all_fleets is not None and self._limits.refused_lately
@@ -309,6 +341,13 @@ def _learn(call: Call) -> None:
         call.fleet.factors.observe(call.guess, usage.prompt_tokens)
 
 
+def _shape(call: Call) -> FleetShape:
+    """What there is for the call: the fleet, or the pool of the only replica that can take it."""
+    engines = call.fleet.engines
+    only = call.request.replica
+    return engines.shape().only(engines.pool(only)) if only else engines.shape()
+
+
 async def _would_refuse(call: Call, asks: Sequence[Outlook], lines: ExitStack) -> Refusal | None:
     """Of all lanes that it may go to, the last one's.  While `lines` last it is ahead of who asks later."""
     refusal, ledger = None, call.fleet.ledger
@@ -356,7 +395,8 @@ def _failed(call: Call, demand: Demand, grant: Grant, failed: UpstreamFailed) ->
     call.tried.append(grant.replica)
     engines = call.fleet.engines
     engines.report_failure(grant.replica, failed.trouble)
-    others = engines.another_can_hold(demand.lane, call.tried, demand.blocks, demand.sequences)
+    gone = [*call.tried, *call.excluded]
+    others = engines.another_can_hold(demand.lane, gone, demand.blocks, demand.sequences)
     return _moved_or_failed(call, failed, others)
 
 

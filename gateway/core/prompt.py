@@ -83,7 +83,7 @@ class PromptText(msgspec.Struct, frozen=True):
     escape_bytes: int = 0
     """By how much `utf8_bytes` may be too many, because of escapes that were not decoded."""
     media_tokens: int = 0
-    """Of `fixed_tokens`, those of media, of which no text says anything."""
+    """Of `fixed_tokens`, those of media, and of what an engine remembers: no text here says anything of them."""
 
 
 class PromptTokens(msgspec.Struct, frozen=True):
@@ -128,7 +128,7 @@ def read_response(members: Members) -> tuple[Prompt, ...]:
         gathered.add_text(text["format"])
     _read_tools(members, gathered)
     escape_bytes = _escape_bytes(members["input"], gathered.literal_bytes)
-    return (_prompt_text(gathered.texts, gathered.fixed_tokens, escape_bytes),)
+    return (_prompt_text(gathered.texts, gathered.fixed_tokens, escape_bytes, gathered.media_tokens),)
 
 
 def _read_items(member: Member, name: str, gathered: "_Gathered") -> None:
@@ -200,7 +200,7 @@ def _read_messages_alone(messages: list[dict[str, msgspec.Raw]], name: str, esca
     for message in messages:
         _read_message(message, gathered)
     escape_bytes = _most_escape_bytes(gathered.literal_bytes) if escapes else 0
-    return _prompt_text(gathered.texts, gathered.fixed_tokens, escape_bytes)
+    return _prompt_text(gathered.texts, gathered.fixed_tokens, escape_bytes, gathered.media_tokens)
 
 
 def literal_text(literal: msgspec.Raw) -> str:
@@ -258,7 +258,7 @@ def read_content(value: Any, name: str) -> PromptText:
     gathered = _Gathered(field=name)
     for part in content:
         _read_part(part, gathered, _Place.USER)
-    return _prompt_text(gathered.texts, gathered.fixed_tokens)
+    return _prompt_text(gathered.texts, gathered.fixed_tokens, media_tokens=gathered.media_tokens)
 
 
 def read_template(members: Members, fixed_tokens: int, *names: str) -> PromptText:
@@ -267,7 +267,7 @@ def read_template(members: Members, fixed_tokens: int, *names: str) -> PromptTex
     for name in (*_SHOWN_EVERYWHERE, *names):
         if is_given(members, name):
             gathered.add_text(read_value(members, name))
-    return _prompt_text(gathered.texts, gathered.fixed_tokens)
+    return _prompt_text(gathered.texts, gathered.fixed_tokens, media_tokens=gathered.media_tokens)
 
 
 def check_inputs(count: int, name: str) -> None:

@@ -21,7 +21,7 @@ from gateway.core.body import (
 )
 from gateway.core.inputs import Inputs, Layout, read_embedded, read_reranked, read_scored
 from gateway.core.outcomes import Code, Refusal
-from gateway.core.prompt import Prompt, read_chat, read_messages, read_prompts, read_response
+from gateway.core.prompt import Prompt, PromptText, read_chat, read_messages, read_prompts, read_response
 
 INTEGER_MAX = 2**31 - 1
 """vLLM keeps these numbers in 32 bits."""
@@ -98,7 +98,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     repeatable: bool = True
     """Another engine may be asked after one that may have begun."""
     response_id: str = ""
-    """Of a response that an engine has stored: only that engine knows it."""
+    """Of a response that an engine has stored, and that is asked for or goes on: only that engine knows it."""
     replica: str = ""
     """The only one that may be asked; '' for any."""
 
@@ -136,6 +136,15 @@ class GenerationRequest(Request, frozen=True, kw_only=True):
     @property
     def sequences(self) -> int:
         return self.prompt_count * self.sequences_per_prompt
+
+    def after(self, tokens: int) -> "GenerationRequest":
+        """The same behind so many tokens that the engine remembers."""
+        (prompt,) = self.prompts
+        assert isinstance(prompt, PromptText)
+        longer = msgspec.structs.replace(
+            prompt, fixed_tokens=prompt.fixed_tokens + tokens, media_tokens=prompt.media_tokens + tokens
+        )
+        return msgspec.structs.replace(self, prompts=(longer,))
 
     def prompt_tokens(self, counts: Sequence[int]) -> Sequence[int]:
         """Tokens of each of the engine's prompts, from those of `prompts`."""
@@ -256,7 +265,7 @@ def _parse_response(body: bytes) -> GenerationRequest:
     endpoint = Endpoint.RESPONSES
     members = read_members(body)
     _check_transfers(members)
-    _check_what_outlives_the_call(members)
+    _check_background(members)
     if not is_given(members, "input"):
         raise Refused(Code.MISSING_FIELD, "`input` is missing.", "input")
     limit_field, output_limit = _read_output_limit(members, endpoint)
@@ -279,19 +288,14 @@ def _parse_response(body: bytes) -> GenerationRequest:
         priority=read_integer(members, "priority", -INTEGER_MAX, INTEGER_MAX) or 0,
         prompts=read_response(members),
         prompt_field="input",
+        response_id=_read_string(members, "previous_response_id") or "",
     )
 
 
-def _check_what_outlives_the_call(members: Members) -> None:
+def _check_background(members: Members) -> None:
     if read_boolean(members, "background"):
         message = "`background` is not accepted: the engine would use blocks after its answer."
         raise Refused(Code.INVALID_VALUE, message, "background")
-    if is_given(members, "previous_response_id"):
-        message = (
-            "`previous_response_id` is not accepted: what the engine remembers cannot be counted."
-            " Send the conversation as `input`."
-        )
-        raise Refused(Code.INVALID_VALUE, message, "previous_response_id")
 
 
 def _id_edit(members: Members, body: bytes) -> Edit | None:
@@ -341,10 +345,14 @@ def _read_inputs(endpoint: Endpoint, members: Members) -> Inputs:
 
 
 def _read_model(members: Members) -> str | None:
-    model = read_value(members, "model")
-    if model is None or isinstance(model, str):
-        return model
-    raise Refused(Code.INVALID_VALUE, f"`model` must be a string, got {shown(members['model'])}.", "model")
+    return _read_string(members, "model")
+
+
+def _read_string(members: Members, name: str) -> str | None:
+    value = read_value(members, name)
+    if value is None or isinstance(value, str):
+        return value
+    raise Refused(Code.INVALID_VALUE, f"`{name}` must be a string, got {shown(members[name])}.", name)
 
 
 def _read_stream_options(members: Members, body: bytes) -> tuple[bool, Edit | None]:

@@ -15,6 +15,8 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from gateway.core.body import shorten
+from gateway.core.outcomes import Code, Refusal
 from gateway.core.sse import (
     COMMENT_BYTES_MAX,
     AnswerFacts,
@@ -51,6 +53,11 @@ def maker(response_id: str, caller: str, places: Iterable[Place]) -> Place | Non
     if parts is None or parts[3] != _whose(parts[1], caller):
         return None
     return next((place for place in places if _tag(place) == parts[2]), None)
+
+
+def not_found(response_id: str) -> Refusal:
+    """As vLLM says it."""
+    return Refusal(Code.NOT_FOUND, f"Response with id '{shorten(response_id)}' not found.", "response_id")
 
 
 @lru_cache(maxsize=4096)

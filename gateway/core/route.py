@@ -1,7 +1,7 @@
 """Which lane a call goes to and what it asks for there, or why it can never be served."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import nlargest
 
@@ -96,6 +96,11 @@ class FleetShape:
     def context_max(self) -> int:
         """Above it no output limit makes sense."""
         return max(pool.max_model_len for pool in self.pools)
+
+    def only(self, name: str) -> "FleetShape":
+        """For a call that one replica of that pool has to take, however long its prompt."""
+        pools = tuple(replace(pool, max_prompt_tokens=None) for pool in self.pools if pool.name == name)
+        return replace(self, pools=pools, lanes={name: (name,)})
 
     def _lane_shape(self, pool: PoolShape) -> LaneShape:
         names = self.lanes.get(pool.name, (pool.name,))

@@ -32,7 +32,7 @@ from gateway.core.lifecycle import Event, Phase
 from gateway.core.outcomes import Code, Outcome, Refusal
 from gateway.core.quota import Units
 from gateway.core.request import Request
-from gateway.core.responses import maker
+from gateway.core.responses import maker, not_found
 from gateway.core.retries import RETRY_COUNT, Appointments, RetryBudgets, read_retry_count
 from gateway.core.route import KeyLimits
 from gateway.core.urgency import DEADLINE, PRIORITY, lowered_class, read_deadline
@@ -373,9 +373,12 @@ class Proxy:
         places = ((fleet.name, name) for fleet in fleets.values() for name in fleet.engines.names())
         place = maker(request.response_id, key.name, places)
         if place is None:
-            shown = request.response_id[:MODEL_CHARS_SHOWN]
-            return Refusal(Code.NOT_FOUND, f"Response with id '{shown}' not found.", "response_id"), request
-        return fleets[place[0]], replace(request, replica=place[1])
+            return not_found(request.response_id), request
+        fleet, pinned = fleets[place[0]], replace(request, replica=place[1])
+        asked = self._fleet_of(request, key) if request.holds_blocks else fleet
+        if isinstance(asked, Refusal) or asked is fleet:
+            return asked, pinned
+        return not_found(request.response_id), request
 
     def _fleet_of(self, request: Request, key: Key) -> Fleet | Refusal:
         """Without a model name the only fleet is meant, as vLLM means its only model."""

@@ -43,6 +43,8 @@ class Admission(msgspec.Struct, frozen=True):
     """PLACE_ONLY, ASKED_BACK, or 0 (`core/order.py`)."""
     pool_share: int = -1
     """The part of each pool's limit that the key may hold at once, in millionths; -1 for none."""
+    exclude: tuple[str, ...] = ()
+    """Replicas of its lane that cannot take it."""
     charges: tuple[Charge, ...] = ()
     """What it takes of its key's rate quotas."""
     body_bytes: int = 0

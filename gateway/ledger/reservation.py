@@ -58,7 +58,7 @@ class Ask:
         self.started_at = 0.0
         """When the call began to be willing to wait; a move does not give it more time."""
         self._asked_at = 0.0
-        self.exclude: tuple[str, ...] = ()
+        self.exclude = admission.exclude
         self.prefill = admission.prefill
         """What it holds of a prefill budget until its first token."""
         self._claiming = False

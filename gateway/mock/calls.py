@@ -4,7 +4,7 @@ Source: a real vLLM 0.32.0, its answers recorded field by field.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -53,11 +53,22 @@ class Api(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Stored:
+    """A response that can be asked for, and gone on from."""
+
+    document: dict[str, Any]
+    messages: tuple[Json, ...]
+    """Of the conversation, with the answer."""
+
+
+@dataclass(frozen=True, slots=True)
 class Server:
     """What reading a body needs to know of the server."""
 
     engine: EngineConfig
     options: Options
+    stored: dict[str, "Stored"] = field(default_factory=dict)
+    """Responses by their ids, where they are kept; the last ones come last."""
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -88,8 +88,6 @@ class Generation:
         self._journal = journal
         self._now = now
         self._running: dict[str, set[Stream]] = {}
-        self.stored: dict[str, dict[str, Any]] = {}
-        """Responses by their ids, where they are kept; the last ones come last."""
         self.open = 0
         """Calls that were received and have not ended."""
 
@@ -265,9 +263,10 @@ class Generation:
         """vLLM keeps all of them; here the oldest make room."""
         kept = call.api is Api.RESPONSES and call.body.get("store", True)
         if self._server.options.responses_store and kept:
-            self.stored[call.id] = body
-            while len(self.stored) > STORED_MAX:
-                del self.stored[next(iter(self.stored))]
+            stored = self._server.stored
+            stored[call.id] = responses.stored(call.body, body, self._server)
+            while len(stored) > STORED_MAX:
+                del stored[next(iter(stored))]
 
     async def _bytes(self, job: Job) -> State:
         """Vectors as they are, one chunk each."""

@@ -16,7 +16,7 @@ from gateway.mock.bodies import (
     shown,
     validation_error,
 )
-from gateway.mock.calls import Api, Call, Server, check_model, resolved
+from gateway.mock.calls import Api, Call, Server, Stored, check_model, resolved
 from gateway.mock.engine import Token
 from gateway.mock.progress import NO_EXTRAS, Extras, Json, Progress, event, text_of
 from gateway.mock.prompts import Reader
@@ -40,16 +40,23 @@ def parse_responses(body: Mapping[str, Any], call_id: str, server: Server) -> Ca
     if body.get("background"):
         raise _no_background(body)
     previous = body.get("previous_response_id")
-    if previous is not None:
+    if previous is not None and previous not in server.stored:
         raise not_found(previous)
     if body.get("truncation") == "auto":  # whatever the output limit: one token is left for it
         body = {**body, "truncate_prompt_tokens": server.engine.max_model_len - 1}
-    prompt = Reader(body, server.engine, keep=False).chat(_messages(body), body.get("tools"))
+    prompt = Reader(body, server.engine, keep=False).chat(_messages(body, server), body.get("tools"))
     one = {name: value for name, value in body.items() if name not in ("n", "stream_options")}
     limits = ("max_output_tokens",)
     return resolved(
         Api.RESPONSES, one, (prompt,), str(body.get("request_id") or _new_id("resp")), server, limits=limits
     )
+
+
+def stored(body: Mapping[str, Any], document: dict[str, Any], server: Server) -> Stored:
+    """A response and what it answered."""
+    said = [content["text"] for item in document["output"] for content in item["content"]]
+    answers = [{"role": "assistant", "content": text} for text in said]
+    return Stored(document, (*_messages(body, server), *answers))
 
 
 def not_found(response_id: str) -> Refusal:
@@ -223,12 +230,15 @@ def _new_id(prefix: str) -> str:
     return f"{prefix}_{secrets.token_hex(8)}"
 
 
-def _messages(body: Mapping[str, Any]) -> list[Json]:
-    """The conversation that a response continues: instructions, then the input."""
+def _messages(body: Mapping[str, Any], server: Server) -> list[Json]:
+    """The conversation that a response continues: instructions, what came before without its own, then the input."""
     given = body["input"]
     messages: list[Json] = []
     if isinstance(body.get("instructions"), str):
         messages.append({"role": "system", "content": body["instructions"]})
+    before = server.stored.get(str(body.get("previous_response_id")))
+    if before is not None:
+        messages += [dict(message) for message in before.messages if message.get("role") != "system"]
     if isinstance(given, str):
         return [*messages, {"role": "user", "content": given}]
     if not is_list_of(given, dict):

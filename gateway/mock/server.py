@@ -236,12 +236,12 @@ class MockServer:
 
     async def _response(self, exchange: Exchange) -> None:
         wanted = exchange.path.split("/")[3]
-        found = self._generation.stored.get(wanted)
+        found = self._server.stored.get(wanted)
         if found is None:
             raise responses.not_found(wanted)
         if exchange.method == "POST":
             raise responses.not_cancelled()
-        await exchange.json(200, found)
+        await exchange.json(200, found.document)
 
     async def _scale_out(self, exchange: Exchange) -> None:
         text = "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to enable them."

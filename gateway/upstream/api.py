@@ -101,6 +101,37 @@ class Receiver(Protocol):
     async def body(self, data: bytes) -> None: ...
 
 
+class Collected(Receiver):
+    """Takes an answer that goes to no client, of so many bytes at most."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self.status = 0
+        self._bytes_max = bytes_max
+        self._content = bytearray()
+
+    @property
+    def content(self) -> bytes:
+        return bytes(self._content)
+
+    @property
+    def started(self) -> bool:
+        return True
+
+    async def head(self, status: int, headers: Headers) -> None:
+        self.status = status
+
+    def take(self, data: bytes) -> bool:
+        return False
+
+    def take_chunk(self, chunk: bytes, start: int) -> bool:
+        return False
+
+    async def body(self, data: bytes) -> None:
+        self._content += data
+        if len(self._content) > self._bytes_max:
+            raise UpstreamFailed(f"the answer has more than {self._bytes_max} bytes")
+
+
 class Upstream(Protocol):
     async def exchange(self, request: UpstreamRequest, receiver: Receiver) -> None:
         """Send, then call `head` once and `body` for what arrives; return at the answer's proper end.

@@ -1,5 +1,6 @@
 """`/v1/responses` through the gateway: admitted as a chat, and asked for again of the replica that made it."""
 
+import asyncio
 import json
 import math
 from collections.abc import AsyncIterator
@@ -105,7 +106,7 @@ async def test_it_is_asked_for_again_where_it_was_made(store_url: str) -> None:
         give_back = await world.hold(2000)
         other = await world.visit(ASKED, path=PATH)
         assert (await ask(world, f"{PATH}/{other.json['id']}")).header("x-kvgate-replica") == "b"
-        assert list(mocks["b"].app._generation.stored) == [other.json["id"]]
+        assert list(mocks["b"].app._server.stored) == [other.json["id"]]
         give_back()
         ends = world.ended
         assert {end.route for end in ends} == {PATH, f"{PATH}/{{id}}"}
@@ -161,13 +162,105 @@ async def test_other_methods_are_refused(store_url: str) -> None:
         await world.quiet()
 
 
-async def test_what_would_outlive_the_call_is_refused(store_url: str) -> None:
+async def test_background_mode_is_refused(store_url: str) -> None:
     async with stores(store_url) as (world, mocks):
-        for fields in ({"background": True}, {"previous_response_id": "resp_1"}):
-            visitor = await world.visit(ASKED | fields, path=PATH)
-            assert (visitor.status, visitor.json["error"]["param"]) == (400, next(iter(fields)))
+        visitor = await world.visit(ASKED | {"background": True}, path=PATH)
+        assert (visitor.status, visitor.json["error"]["param"]) == (400, "background")
         assert mocks["a"].app.journal.shown()["received"] == 0
         await world.quiet()
+
+
+# -- conversations that go on --------------------------------------------------------------------------------------
+
+
+async def test_a_conversation_goes_on_where_it_is_and_counts_whole(store_url: str) -> None:
+    async with stores(store_url) as (world, _):
+        give_back = await world.hold(2000)
+        first = await world.visit(ASKED | {"input": "word " * 100}, path=PATH)
+        assert first.header("x-kvgate-replica") == "b"
+        give_back()
+        world.facts.clear()
+        second = await world.visit(ASKED | {"previous_response_id": first.json["id"]}, path=PATH)
+        assert (second.status, second.header("x-kvgate-replica")) == (200, "b"), "although there is more room"
+        end = world.only_end()
+        assert end.prompt_tokens == second.json["usage"]["input_tokens"] > 100
+        before = first.json["usage"]
+        assert end.prompt_tokens_estimated > before["input_tokens"] + before["output_tokens"]
+        third = await world.visit(ASKED | {"previous_response_id": second.json["id"]}, path=PATH)
+        assert third.json["usage"]["input_tokens"] > second.json["usage"]["input_tokens"]
+        await world.quiet()
+
+
+async def test_a_conversation_waits_for_its_replica(store_url: str) -> None:
+    """The other one has room."""
+    async with stores(store_url) as (world, _):
+        first = await world.visit(ASKED, path=PATH)
+        give_back = await world.hold(2000)
+        onward = ASKED | {"previous_response_id": first.json["id"]}
+        second = asyncio.create_task(world.visit(onward, path=PATH))
+        await world.queued(1)
+        give_back()
+        answer = await second
+        assert (answer.status, answer.header("x-kvgate-replica")) == (200, "a")
+        await world.quiet()
+
+
+async def test_a_conversation_that_is_not_there(store_url: str) -> None:
+    async with stores(store_url, key=Key("one", "normal")) as (world, mocks):
+        first = await world.visit(ASKED | {"store": False}, path=PATH)
+        fleet = world.ledger.fleet
+        lost = new_id("0" * 16, (fleet, "a"), "one")
+        strange = new_id("0" * 16, (fleet, "a"), "two")
+        for previous in (first.json["id"], lost, strange):
+            visitor = await world.visit(ASKED | {"previous_response_id": previous}, path=PATH)
+            assert (visitor.status, visitor.json["error"]["code"]) == (404, Code.NOT_FOUND)
+        assert mocks["a"].app.journal.shown()["received"] == 1
+        await world.quiet()
+
+
+async def test_a_conversation_whose_replica_is_away(store_url: str) -> None:
+    async with stores(store_url) as (world, _):
+        first = await world.visit(ASKED, path=PATH)
+        world.replicas.down.add("a")
+        visitor = await world.visit(ASKED | {"previous_response_id": first.json["id"]}, path=PATH)
+        assert (visitor.status, visitor.json["error"]["code"]) == (503, Code.NO_BACKEND)
+        await world.quiet()
+
+
+@pytest.mark.parametrize(
+    ("answers", "status"),
+    [
+        ([whole(500, b"{}")], 502),
+        ([whole(200, b"{}")], 404),
+        ([b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n{"], 502),
+        ([whole(200, json.dumps(LIMITED).encode()), whole(500, b"{}")], 502),
+    ],
+)
+async def test_a_conversation_whose_replica_fails_goes_nowhere_else(
+    store_url: str, answers: list[bytes], status: int
+) -> None:
+    """Neither the question how long it is nor the call itself."""
+    left = list(answers)
+
+    async def script(peer: Peer) -> None:
+        await peer.send(left.pop(0))
+
+    async def never(peer: Peer) -> None:
+        raise AssertionError("it has nothing of the conversation")
+
+    async with (
+        raw_engine(script) as a,
+        raw_engine(never) as b,
+        gateway(store_url, {"a": a.url, "b": b.url}) as world,
+    ):
+        previous = new_id("0" * 16, (world.ledger.fleet, "a"), "anonymous")
+        visitor = await world.visit(ASKED | {"previous_response_id": previous}, path=PATH)
+        assert (visitor.status, left, b.bodies) == (status, [], [])
+        assert a.lines[0] == f"GET {PATH}/{previous} HTTP/1.1"
+        await world.quiet()
+
+
+# -- failures ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

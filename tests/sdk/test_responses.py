@@ -59,6 +59,21 @@ def test_any_gateway_finds_it_for_its_key(running: Running) -> None:
             there.responses.cancel(made[0].id)
 
 
+def test_a_conversation_goes_on_at_any_gateway(running: Running) -> None:
+    gateways, _, _ = running
+    with client(gateways[0]) as here, client(gateways[1]) as there:
+        for _ in range(4):
+            first = here.responses.create(model="demo", input="hi", max_output_tokens=4)
+            second = there.responses.create(
+                model="demo", input="and?", max_output_tokens=4, previous_response_id=first.id
+            )
+            assert first.usage
+            assert second.usage
+            assert second.usage.input_tokens > first.usage.input_tokens + first.usage.output_tokens
+        with pytest.raises(openai.NotFoundError, match="not found"):
+            here.responses.create(model="demo", input="and?", previous_response_id="resp_nope")
+
+
 def test_a_stream_that_breaks_is_an_error(running: Running) -> None:
     gateways, _, mocks = running
     for mock in mocks:

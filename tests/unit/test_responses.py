@@ -80,7 +80,7 @@ def test_the_limit_has_a_name_of_its_own() -> None:
         ({"max_output_tokens": 0}, Code.INVALID_VALUE, "max_output_tokens"),
         ({"max_output_tokens": "9"}, Code.INVALID_VALUE, "max_output_tokens"),
         ({"background": True}, Code.INVALID_VALUE, "background"),
-        ({"previous_response_id": ID}, Code.INVALID_VALUE, "previous_response_id"),
+        ({"previous_response_id": 1}, Code.INVALID_VALUE, "previous_response_id"),
         ({"kv_transfer_params": {}}, Code.INVALID_VALUE, "kv_transfer_params"),
         ({"stream": 1}, Code.INVALID_VALUE, "stream"),
         ({"store": "no"}, Code.INVALID_VALUE, "store"),
@@ -118,6 +118,16 @@ def test_every_item_counts() -> None:
     assert [text for text in texts if text not in ("c1", "c2")] == ["look", "f", "{}", "12", "13", "[]"]
     wanted = REPLY_TOKENS + 6 * MESSAGE_TOKENS + MEDIA_TOKENS + TOOL_TOKENS + 1  # a call has a name
     assert prompt_of(input=items).fixed_tokens == wanted
+
+
+def test_what_the_engine_remembers_counts() -> None:
+    request = accepted(previous_response_id=ID)
+    assert request.response_id == ID
+    (plain,), (longer,) = request.prompts, request.after(1000).prompts
+    assert isinstance(plain, PromptText)
+    assert isinstance(longer, PromptText)
+    assert (longer.fixed_tokens - plain.fixed_tokens, longer.texts) == (1000, plain.texts)
+    assert (request.after(1000).body, request.after(1000).id_edit) == (request.body, request.id_edit)
 
 
 def test_tools_and_formats_count() -> None:

@@ -85,6 +85,9 @@ def test_a_response_is_found_again(gateway: GatewayProcess) -> None:
     made = gateway.client.post("/v1/responses", json=asked).json()
     again = gateway.client.get(f"/v1/responses/{made['id']}")
     assert (again.status_code, again.json()) == (200, made)
+    onward = asked | {"input": "and", "previous_response_id": made["id"]}
+    next_one = gateway.client.post("/v1/responses", json=onward).json()
+    assert next_one["usage"]["input_tokens"] > made["usage"]["total_tokens"]
     cancelled = gateway.client.post(f"/v1/responses/{made['id']}/cancel")
     assert (cancelled.status_code, cancelled.json()["error"]["param"]) == (400, "response_id")
     assert gateway.client.get("/v1/responses/resp_nope").status_code == 404
