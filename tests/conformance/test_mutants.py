@@ -1,9 +1,14 @@
 """The comparison notices broken Lua.  Faults of all parts that are found soon; `make mutants` hunts them all."""
 
+from pathlib import Path
+
 import pytest
 
+import gateway
+from gateway.ledger.scripts import script_folder
 from tests.conformance.hunt import hunt, planted
 from tests.conformance.mutants import MUTANTS
+from tests.conformance.tested_mutants import TESTED_MUTANTS
 
 SOME = (
     "fit off by one",
@@ -28,6 +33,14 @@ SOME = (
 def test_a_fault_can_be_planted(fault: str) -> None:
     """Its text is still in the scripts."""
     assert planted(fault)
+
+
+@pytest.mark.parametrize("fault", TESTED_MUTANTS)
+def test_a_fault_that_tests_have_to_see_can_be_planted(fault: str) -> None:
+    mutant = TESTED_MUTANTS[fault]
+    room, _, path = mutant.file.partition("/")
+    folder = script_folder() if room == "lua" else Path(gateway.__file__).parent
+    assert mutant.before in (folder / path).read_text()
 
 
 @pytest.mark.parametrize("fault", SOME)

@@ -225,8 +225,8 @@ TESTED_MUTANTS: dict[str, TestedMutant] = {
     ),
     "engines of one pool get the key of another": TestedMutant(
         "gateway/upstream/engines.py",
-        "return self._accesses[replica]",
-        "return next(iter(self._accesses.values()))",
+        "return self._specs[replica].access",
+        "return next(iter(self._specs.values())).access",
         ("tests/integration/test_engine_access.py",),
     ),
     "who waits for a replica that drains has no backend": TestedMutant(
@@ -291,8 +291,8 @@ TESTED_MUTANTS: dict[str, TestedMutant] = {
     ),
     "a long prompt is counted before the store is asked": TestedMutant(
         "gateway/flow.py",
-        "if counting.suspended and ask else None",
-        "if False else None",
+        "if not (counting.suspended and ask):",
+        "if True:",
         ("tests/flow/test_refusals.py",),
     ),
     "who comes early keeps an appointment": TestedMutant(
@@ -459,8 +459,8 @@ TESTED_MUTANTS: dict[str, TestedMutant] = {
     ),
     "a restarted engine keeps what was learned": TestedMutant(
         "gateway/core/capacity.py",
-        "if is_another(before.engine, reading):",
-        "if False:",
+        "if before is None or is_another(before.engine, reading):",
+        "if before is None:",
         ("tests/unit/test_capacity.py",),
     ),
     "a limit grows while nobody needs more": TestedMutant(
