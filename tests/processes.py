@@ -168,6 +168,12 @@ class GatewayProcess:
         state = self.state()
         return all(state[name] == 0 for name in ("reserved", "leases", "queue", "inflight"))
 
+    def takes_calls(self) -> bool:
+        """Every replica is up, so none rests for what its calls met."""
+        fleets = self.state()["fleets"].values()
+        pools = [pool for fleet in fleets for pool in fleet["pools"].values()]
+        return all(replica["state"] == "up" for pool in pools for replica in pool["replicas"].values())
+
     def metric(self, name: str) -> float:
         """The sum of a metric's samples."""
         return sum_of(name, self.metrics())

@@ -115,7 +115,7 @@ def hasty(place: Place) -> Running:
 
 OTHER_PATHS = [
     "/nope",
-    "/v1/embeddings",
+    "/v1/images/generations",
     "/v1/chat/completions/",
     "/v1/chat/completions/more",
     "/admin/v1/nope",
@@ -270,10 +270,12 @@ def fails(running: Running, fault: str, code: Code, stream: bool) -> None:
     mock.reset()
     mock.fail(fault)
     check(sent(gateway, "POST", "/v1/chat/completions", json=CHAT | {"stream": stream}), code)
+    wait_until(gateway.takes_calls, "the engine is suspect no more")
     mock.fail(fault)
     check_sdk(gateway, "/v1/chat/completions", CHAT | {"stream": stream}, code)
     assert mock.log()["received"] == 2
     wait_until(gateway.is_quiet, "nothing is held")
+    wait_until(gateway.takes_calls, "nor now")
 
 
 def test_eh02_an_engine_that_refuses_is_passed_on(running: Running) -> None:
