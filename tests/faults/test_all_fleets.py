@@ -143,7 +143,7 @@ async def test_a_dead_process_gives_both_places_back(own_store: EmbeddedStore) -
         await dead.reserve(60, requests_max=1)
         await dead.stop()
         call = await other.reserve(60, requests_max=1)
-        assert books.states() == (["reserved"], ["reserved"])
+        await eventually(lambda: books.states() == (["reserved"], ["reserved"]))
         call.settle(None, None)
         await eventually(books.empty)
 

@@ -18,6 +18,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 import redis
 
+from gateway.upstream.fleet import TRIAL
 from tests.conformance.books import assert_books_hold
 from tests.processes import QUICK_STORE, GatewayProcess, Mock, World
 from tests.wire import Wire, blocks_of, completion, post, soon
@@ -53,6 +54,8 @@ class Door:
         self._engine = engine_url.removeprefix("http://").split(":")
         self._met = met
         self.url = ""
+        self.trials = 0
+        """The gateway's own calls, by which it judges an engine whose calls fail."""
 
     @asynccontextmanager
     async def open(self) -> "AsyncIterator[Door]":
@@ -77,6 +80,7 @@ class Door:
     ) -> None:
         with contextlib.suppress(OSError):
             while data := await reader.read(1 << 16):
+                self.trials += TRIAL in data
                 mark = self.MARK.search(data)
                 if mark is None or self._met.setdefault(mark[2], self) is not self:
                     engine.write(data)
@@ -268,7 +272,8 @@ async def test_counts_after_every_way_to_end(new_world: World) -> None:
     assert len(met) == clients.drawn["fails_first"]
     assert len(set(met.values())) == len(mocks)
     received = sum(mock.log()["received"] for mock in mocks)
-    assert received == STREAMS, "attempts that failed first were made at the doors"
+    trials = sum(door.trials for door in set(met.values()))
+    assert received == STREAMS + trials, "attempts that failed first were made at the doors"
     assert scraper.scrapes >= 20
     assert scraper.busiest["reserved"] > PLACES * BLOCKS
     assert scraper.busiest["queue"] > 0
