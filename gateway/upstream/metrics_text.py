@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from gateway.core.capacity import Reading
 
 _CACHE_CONFIG = "vllm:cache_config_info"
-_RUNNING = "vllm:num_requests_running{"
-_FINISHED = "vllm:request_success_total{"
-_SLEEP_STATE = "vllm:engine_sleep_state{"
+_FINISHED = "vllm:request_success_total"
+_SLEEP_STATE = "vllm:engine_sleep_state"
 _LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
 _WAITING_BY_REASON = "vllm:num_requests_waiting_by_reason"
 _NAMES = {
@@ -28,7 +27,13 @@ _NAMES = {
 }
 """Of each figure the present name, then those of older releases: a page with both is read by the first."""
 _WANTED = frozenset(
-    (_CACHE_CONFIG, _WAITING_BY_REASON, *(name for names in _NAMES.values() for name in names))
+    (
+        _CACHE_CONFIG,
+        _WAITING_BY_REASON,
+        _FINISHED,
+        _SLEEP_STATE,
+        *(name for names in _NAMES.values() for name in names),
+    )
 )
 _FIGURE_MAX = 2.0**53
 
@@ -69,7 +74,7 @@ class EnginePage:
     reading: Reading
     """Of the engine that was asked for, or of all together."""
     vitals: Vitals = Vitals()
-    """Of all together."""
+    """As `reading`."""
 
 
 def read_page(text: str, rank: int | None = None) -> EnginePage:
@@ -86,7 +91,7 @@ def read_page(text: str, rank: int | None = None) -> EnginePage:
     if rank is not None:
         configs = {name: _own(config, len(configs)) for name, config in configs.items() if name == str(rank)}
         samples = {name: _of_engine(lines, str(rank)) for name, lines in samples.items()}
-    return EnginePage(configs, _reading(samples, configs), vitals(text))
+    return EnginePage(configs, _reading(samples, configs), _vitals(samples))
 
 
 def _own(config: CacheConfig, ranks: int) -> CacheConfig:
@@ -162,26 +167,18 @@ def _whole(figure: float | None) -> int | None:
     return None if figure is None else int(figure)
 
 
-def vitals(text: str) -> Vitals:
-    """Over all engines of the page."""
-    awake = running = aborted = None
-    for line in text.split("\n"):
-        if line.startswith(_RUNNING):
-            running = _plus(running, line)
-        elif line.startswith(_FINISHED) and 'finished_reason="abort"' in line:
-            aborted = _plus(aborted, line)
-        elif line.startswith(_SLEEP_STATE) and 'sleep_state="awake"' in line:
-            awake = _plus(awake, line)
-    return Vitals(None if awake is None else awake > 0, running, aborted)
+def _vitals(samples: Samples) -> Vitals:
+    awake = _sum_of(samples.get(_SLEEP_STATE, ()), "sleep_state", "awake")
+    return Vitals(
+        None if awake is None else awake > 0,
+        _whole(_sum(samples, _NAMES["running"])),
+        _whole(_sum_of(samples.get(_FINISHED, ()), "finished_reason", "abort")),
+    )
 
 
-def _plus(known: int | None, line: str) -> int | None:
-    """With the value of a sample; what is no number states nothing."""
-    try:
-        value = float(line.rpartition(" ")[2])
-    except ValueError:
-        return known
-    return (known or 0) + int(value) if 0 <= value < 2**53 else known
+def _sum_of(lines: Lines, label: str, value: str) -> float | None:
+    """As `_sum`, of those with that label."""
+    return _sum({"": [line for line in lines if line[0].get(label) == value]}, ("",))
 
 
 def _blocks(value: str | None) -> int | None:

@@ -7,7 +7,7 @@ import pytest
 from gateway.core.rests import Why
 from gateway.upstream.api import Trouble
 from gateway.upstream.breaker import FAILURES_MAX, Breaker, Verdict, verdict_of
-from gateway.upstream.metrics_text import Vitals, vitals
+from gateway.upstream.metrics_text import Vitals, read_page
 
 ANSWER = {"object": "text_completion", "choices": [{"text": "x", "finish_reason": "length"}]}
 
@@ -188,4 +188,12 @@ STATE = 'vllm:engine_sleep_state{engine="0",model_name="m",sleep_state="%s"} %s\
     ],
 )
 def test_what_metrics_say_of_an_engine(text: str, expected: Vitals) -> None:
-    assert vitals(text) == expected
+    assert read_page(text).vitals == expected
+
+
+def test_each_rank_is_for_itself() -> None:
+    """What the others of one address run, or end, tells nothing of it."""
+    text = RUNNING % (0, "3.0") + RUNNING % (1, "2.0") + ABORTED % (0, "1.0") + ABORTED % (1, "0.0")
+    text += STATE % ("awake", "0.0") + (STATE % ("awake", "1.0")).replace('engine="0"', 'engine="1"')
+    assert read_page(text, rank=0).vitals == Vitals(awake=False, running=3, aborted=1)
+    assert read_page(text, rank=1).vitals == Vitals(awake=True, running=2, aborted=0)
