@@ -8,7 +8,6 @@ from typing import Protocol
 import msgspec
 
 from gateway.core import lifecycle
-from gateway.core.content import Part
 from gateway.core.estimate import Demand
 from gateway.core.factors import Factors
 from gateway.core.forecast import Course
@@ -20,6 +19,7 @@ from gateway.core.quota import AllFleets, Charge, Quota
 from gateway.core.request import GenerationRequest, Request
 from gateway.core.route import KeyLimits
 from gateway.core.sse import Usage
+from gateway.estimates import Guess
 from gateway.ledger.api import Admission, Grant, Ledger
 from gateway.tokens.api import ModelCounter
 from gateway.upstream.api import Engines, Headers, Receiver
@@ -84,7 +84,7 @@ class Call:
     """It comes when its client, or another one of its key, was told to."""
     phase: Phase = Phase.ESTIMATING
     demand: Demand | None = None
-    guess: tuple[Part, ...] = ()
+    guess: Guess | None = None
     """How its prompt was estimated, where the engine's count can say how well."""
     charges: tuple[Charge, ...] = ()
     """What it takes of its key's rate quotas in its fleet."""

@@ -14,23 +14,36 @@ GROUPED_PROMPTS_MAX = 8
 """Of more prompts one sample of all has to do."""
 
 
+class Guess(NamedTuple):
+    """How a prompt was estimated."""
+
+    parts: tuple[Part, ...]
+    beside: int
+    """Tokens of what is no text: a template's words."""
+
+
 class Estimate(NamedTuple):
     counts: list[Counted]
-    guess: tuple[Part, ...] = ()
-    """What something can be learned from, once the engine has told its count; empty where nothing can."""
+    guess: Guess | None = None
+    """What something can be learned from, once the engine has told its count."""
 
 
 async def estimate(
     counter: Counter, request: GenerationRequest, token_factor: float, factors: Factors | None
 ) -> Estimate:
-    """Of each prompt; `factors`: None = nothing is learned."""
+    """Of each prompt, by `factors` where they are given; `token_factor` is what holds without any."""
     if factors is None:
         return Estimate([await _plain(counter, prompt, token_factor) for prompt in request.prompts])
     found = []
     for prompt, of_prompt in zip(request.prompts, _grouped(request.prompts), strict=True):
         found.append(await _learned(counter, prompt, of_prompt, token_factor, factors))
     counts = [counted for counted, _ in found]
-    return Estimate(counts, found[0][1] if _teaches(request, counts) else ())
+    return Estimate(counts, found[0][1] if _teaches(request, counts) else None)
+
+
+def learn(factors: Factors, guess: Guess, reported: int) -> None:
+    """From what an engine counts of a prompt."""
+    factors.observe(guess.parts, max(reported - guess.beside, 1))
 
 
 async def _plain(counter: Counter, prompt: Prompt, token_factor: float) -> Counted:
@@ -42,20 +55,16 @@ async def _plain(counter: Counter, prompt: Prompt, token_factor: float) -> Count
 
 async def _learned(
     counter: Counter, prompt: Prompt, of_prompt: Sequence[Group], token_factor: float, factors: Factors
-) -> tuple[Counted, tuple[Part, ...]]:
-    """With the parts that it was estimated by."""
+) -> tuple[Counted, Guess | None]:
     if isinstance(prompt, PromptTokens):
-        return Counted(prompt.tokens, exact=True), ()
+        return Counted(prompt.tokens, exact=True), None
     counts = [await counter.count(group.texts) for group in of_prompt]
     together = sum(counted.tokens for counted in counts)
-    tokens = prompt_tokens(prompt, together, token_factor)
     if not together or not all(counted.exact for counted in counts):
-        return Counted(tokens, all(counted.exact for counted in counts)), ()
-    found = parts(
-        [(group, counted.tokens) for group, counted in zip(of_prompt, counts, strict=True)],
-        tokens - prompt.media_tokens,
-    )
-    return Counted(factors.estimate(found) + prompt.media_tokens, exact=True), found
+        tokens = prompt_tokens(prompt, together, token_factor)
+        return Counted(tokens, all(counted.exact for counted in counts)), None
+    found = parts([(group, counted.tokens) for group, counted in zip(of_prompt, counts, strict=True)])
+    return Counted(factors.estimate(found) + prompt.fixed_tokens, True), Guess(found, prompt.fixed_tokens)
 
 
 def _grouped(prompts: Sequence[Prompt]) -> list[list[Group]]:

@@ -28,7 +28,7 @@ from gateway.core.prompt import PromptTokens
 from gateway.core.quota import Units, charges, never_fits
 from gateway.core.request import forward
 from gateway.core.route import FleetShape, Outlook, candidate_lanes, hopeless, outlooks, route
-from gateway.estimates import estimate
+from gateway.estimates import estimate, learn
 from gateway.ledger.api import Grant, Ledger, Reservation
 from gateway.steps import Begun
 from gateway.tokens.api import Counted, Counter
@@ -338,7 +338,7 @@ def _learn(call: Call) -> None:
     """From what the engine says that the prompt has."""
     usage = call.usage
     if call.guess and usage is not None and usage.prompt_tokens > 0:
-        call.fleet.factors.observe(call.guess, usage.prompt_tokens)
+        learn(call.fleet.factors, call.guess, usage.prompt_tokens)
 
 
 def _shape(call: Call) -> FleetShape:

@@ -22,7 +22,7 @@ ACCENTED = 0.005
 """Parts of the characters that are outside of ASCII: from here on their script names the kind, or they are noticed."""
 DENSITY_STEP = 0.08
 """Of the logarithm of tokens for bytes."""
-SIZES = (128, 1024)
+SIZES = (32, 128, 512, 2048)
 """Tokens; in short prompts a template's words count for more."""
 
 _ESCAPES = re.compile(rb"(?:\\u[0-9a-fA-F]{4})+")
@@ -63,7 +63,7 @@ class Part(NamedTuple):
     coarse: str
     """Without the density."""
     tokens: int
-    """As estimated before any correction."""
+    """By the packaged vocabulary."""
 
 
 def groups(prompt: PromptText) -> list[Group]:
@@ -79,15 +79,13 @@ def groups(prompt: PromptText) -> list[Group]:
     return [Group(script, tuple(texts)) for script, texts in found.items()]
 
 
-def parts(counted: Sequence[tuple[Group, int]], tokens: int) -> tuple[Part, ...]:
-    """Of a prompt that is estimated at `tokens`: the groups, with what each counts; what is beside them is shared."""
-    size = sum(tokens >= bound for bound in SIZES)
-    together = sum(count for _, count in counted)
+def parts(counted: Sequence[tuple[Group, int]]) -> tuple[Part, ...]:
+    """Of the texts of a prompt: its groups, with what each counts."""
+    size = sum(sum(count for _, count in counted) >= bound for bound in SIZES)
     found = []
     for (script, texts), count in counted:
         density = math.log(max(count, 1) / max(sum(map(text_bytes, texts)), count, 1))
-        share = round(tokens * count / together) if together else tokens
-        found.append(Part(f"{script}{round(density / DENSITY_STEP)}/{size}", f"{script}/{size}", share))
+        found.append(Part(f"{script}{round(density / DENSITY_STEP)}/{size}", f"{script}/{size}", count))
     return tuple(found)
 
 

