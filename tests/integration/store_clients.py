@@ -10,6 +10,8 @@ OF_A_GATEWAY = 2
 """One for batches and one for wake-ups: docs/ledger.md."""
 OF_KEYS = 1
 """Beside them, of a process that follows keys and cuts."""
+OF_ESTIMATES = 1
+"""For a moment every ten seconds, of each fleet: what is learned of estimates."""
 LOOK_SECONDS = 0.01
 
 
