@@ -20,6 +20,8 @@ KINDS_MAX = 256
 """Beyond it only the coarse kinds learn, of which there are few."""
 OBSERVED_MIN = 8
 """Before a kind has been seen so often it may only raise an estimate."""
+FEW_PART = 32
+"""A factor is derived anew when this part more calls were seen, or one that it falls short of."""
 OBSERVED_MAX = 4000
 """Then what was seen of a kind counts half: its old outliers go, and a fleet may change its model."""
 RARELY = 50
@@ -37,6 +39,8 @@ class _Kind:
     total: int = 0
     factor: float | None = None
     """None = to be derived."""
+    derived_at: int = 0
+    """Calls of which it was."""
 
     @property
     def mean(self) -> float:
@@ -46,7 +50,9 @@ class _Kind:
     def add(self, bin_: int, count: int) -> None:
         self.counts[bin_] = self.counts.get(bin_, 0) + count
         self.total += count
-        self.factor = None
+        many = self.total > self.derived_at + self.derived_at // FEW_PART
+        if self.factor is not None and (many or upper(bin_) > self.factor):
+            self.factor = None
 
     def halve(self) -> None:
         self.counts = {bin_: count // 2 for bin_, count in self.counts.items() if count > 1}
@@ -149,7 +155,7 @@ class Factors:
         if kind is None or not kind.total:
             return None
         if kind.factor is None:
-            kind.factor = factor_of(kind.counts)
+            kind.factor, kind.derived_at = factor_of(kind.counts), kind.total
         return kind.factor
 
 

@@ -156,3 +156,25 @@ def test_memory_is_bounded() -> None:
     assert factors.estimate([part(density=-3 * KINDS_MAX)]) in range(700, 708), (
         "the coarse ones go on learning"
     )
+
+
+def test_a_factor_is_derived_again_for_a_call_that_it_falls_short_of_or_for_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It costs more than the rest of an estimate."""
+    derived: list[int] = []
+
+    def noted(counts: dict[int, int]) -> float:
+        derived.append(sum(counts.values()))
+        return factor_of(counts)
+
+    monkeypatch.setattr("gateway.core.factors.factor_of", noted)
+    known = Factors()
+    known.learn([(part().exact, 0, 640), (part().coarse, 0, 3200)])
+    for _ in range(22):
+        known.estimate([part()])
+        known.observe([part()], 990)
+    assert derived == [640, 3200, 640 + 21]
+    known.observe([part()], 3000)
+    known.estimate([part()])
+    assert derived[3:] == [640 + 23, 3200 + 23]
