@@ -27,6 +27,12 @@ def stay_on_the_other_core() -> None:
     os.sched_setaffinity(0, {OTHER_CORE})
 
 
+def move_to_measured_core(pid: int) -> None:
+    """A process with all its threads; not those that it has started."""
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        os.sched_setaffinity(int(thread), {MEASURED_CORE})
+
+
 def allow_open_files(wanted: int) -> None:
     """For this process and those that it starts."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
