@@ -27,6 +27,8 @@ STREAMED = CallEnded(
     duration_ms=1512.3456789,
 )  # fmt: skip
 
+WRITTEN_SECONDS = 30
+"""For what waits, on a busy machine."""
 REFUSED = CallEnded(
     request_id="r-2", route="/v1/completions", key="", group="", class_="", outcome=Outcome.REFUSED,
     reason=Code.INVALID_API_KEY, status=401, refusal_ms=0.2, duration_ms=0.2,
@@ -231,7 +233,7 @@ def test_several_write_at_once(path: Path) -> None:
         for writer, log in enumerate(logs):
             log(changed(request_id=f"{writer}-{number}"))
     for log in logs:
-        log.close()
+        log.close(WRITTEN_SECONDS)
     assert sorted(ids(path)) == sorted(f"{writer}-{number}" for writer in range(4) for number in range(1000))
     for writer in range(4):
         own = [name for name in ids(path) if name.startswith(f"{writer}-")]
@@ -366,7 +368,7 @@ def test_closing_writes_what_waits(path: Path, new_log: Callable[..., CallLog]) 
     for number in range(count + 1):
         log(changed(request_id=str(number)))
     log.start()
-    log.close()
+    log.close(WRITTEN_SECONDS)
     lines = written(path)
     assert [line["request_id"] for line in lines if "request_id" in line] == [*map(str, range(count))]
     assert [line["lost"] for line in lines if "lost" in line] == [1]
@@ -380,7 +382,7 @@ def test_closing_tells_what_is_missing_though_nothing_comes_after(
     put(log, "a")
     path.parent.mkdir()
     log.start()
-    log.close()
+    log.close(WRITTEN_SECONDS)
     assert [line["lost"] for line in written(path)] == [1]
 
 
