@@ -119,8 +119,6 @@ MUTANTS: dict[str, tuple[str, str]] = {
     "what was learned is lost when configured again": ("    capacity.keep_learned(replica)\n", ""),
     "an older reading is taken": ("if row.scraper ~= scraper or number <= row.number then", "if row.scraper ~= scraper then"),
     "anybody's reading is taken": ("if row.scraper ~= scraper or number <= row.number then", "if number <= row.number then"),
-    "a seat is taken from who has it": ("if row.lease_end <= books.meta.clock then row.scraper", "if true then row.scraper"),
     "no dispatch after a learned limit is raised": ("    queue.recheck_parked()\n    books.meta.dirty = 1\n  end\n  dispatch.run()", "    queue.recheck_parked()\n  end\n  dispatch.run()"),
     "what was learned of a replica outlives it": ("  if not replica then rows.erase(records.capacities, name) end\n", ""),
-    "that a call never fits is judged by what was learned": ("call.sequences <= replica.sequences_usable\nend", "call.sequences <= replica.sequences_max\nend"),
 }  # fmt: skip

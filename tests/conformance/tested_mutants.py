@@ -529,4 +529,16 @@ TESTED_MUTANTS: dict[str, TestedMutant] = {
         "cold = self._others_are_warm(replica)",
         ("tests/integration/test_capacity.py",),
     ),
+    "a seat is taken from who has it": TestedMutant(
+        "lua/lib/capacity.lua",
+        "if row.lease_end <= books.meta.clock then row.scraper",
+        "if true then row.scraper",
+        ("tests/integration/test_capacity.py",),
+    ),
+    "that a call never fits is judged by what was learned": TestedMutant(
+        "lua/lib/placement.lua",
+        "call.sequences <= replica.sequences_usable\nend",
+        "call.sequences <= replica.sequences_max\nend",
+        ("tests/integration/test_capacity.py",),
+    ),
 }
