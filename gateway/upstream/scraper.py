@@ -7,7 +7,7 @@ token that comes meanwhile is late by them.
 from typing import Self
 
 from gateway.deadline import patience
-from gateway.upstream.api import Access, Headers, UpstreamFailed, UpstreamRequest
+from gateway.upstream.api import Access, Collected, UpstreamFailed, UpstreamRequest
 from gateway.upstream.client import EngineClient
 from gateway.upstream.limits import UpstreamLimits
 
@@ -25,31 +25,6 @@ class Unusable(Exception):
     """A replica that cannot be used, in words for the operator."""
 
 
-class _Page:
-    """A `Receiver` of one body."""
-
-    started = False
-
-    def __init__(self, url: str) -> None:
-        self.status = 0
-        self.data = bytearray()
-        self._url = url
-
-    async def head(self, status: int, headers: Headers) -> None:
-        self.status = status
-
-    def take(self, data: bytes) -> bool:
-        return False
-
-    def take_chunk(self, chunk: bytes, start: int) -> bool:
-        return False
-
-    async def body(self, data: bytes) -> None:
-        self.data += data
-        if len(self.data) > PAGE_BYTES_MAX:
-            raise Unusable(f"{self._url} sends more than {PAGE_BYTES_MAX} bytes")
-
-
 class Scraper:
     """Each page on a connection of its own: a probe has to see that an engine still accepts them."""
 
@@ -65,7 +40,7 @@ class Scraper:
         page = await self._ask(request, timeout_seconds)
         if page.status != 200:
             raise Unusable(f"{base_url}{path} answers {page.status}")
-        return bytes(page.data)
+        return page.content
 
     async def post(
         self, base_url: str, path: str, body: bytes, timeout_seconds: float, access: Access = NO_ACCESS
@@ -74,10 +49,10 @@ class Scraper:
         headers = [*_HEADERS, (b"content-type", b"application/json"), *access.headers]
         request = UpstreamRequest(base_url, path, headers, body, alone=True, tls=access.tls)
         page = await self._ask(request, timeout_seconds)
-        return page.status, bytes(page.data)
+        return page.status, page.content
 
-    async def _ask(self, request: UpstreamRequest, timeout_seconds: float) -> _Page:
-        page = _Page(url := request.url + request.path)
+    async def _ask(self, request: UpstreamRequest, timeout_seconds: float) -> Collected:
+        page, url = Collected(PAGE_BYTES_MAX), request.url + request.path
         try:
             async with patience(timeout_seconds):
                 await self._client.exchange(request, page)

@@ -157,7 +157,7 @@ async def test_the_upstream_key_is_sent() -> None:
         (metrics(), "does not state its num_gpu_blocks"),
         (b"<html>hello</html>", "does not state its num_gpu_blocks"),
         (b"\xff\x00" * 100, "does not state its num_gpu_blocks"),
-        (b"x" * (PAGE_BYTES_MAX + 1), f"sends more than {PAGE_BYTES_MAX} bytes"),
+        (b"x" * (PAGE_BYTES_MAX + 1), f"more than {PAGE_BYTES_MAX} bytes"),
     ],
 )
 async def test_unusable_metrics_are_told_in_words(body: bytes, words: str) -> None:
