@@ -15,6 +15,8 @@ from pathlib import Path
 from ssl import SSLContext
 from typing import Any
 
+from fastapi import FastAPI
+
 from gateway import __version__, all_fleets
 from gateway.call import Fleet
 from gateway.config import (
@@ -287,17 +289,20 @@ class Gateway:
             self.calls,
             self._observe,
         )
-        self._api = create_api(
+        self._api = self._create_api(secrets.admin_token)
+
+    def _create_api(self, admin_token: str | None) -> FastAPI:
+        settings = self._settings
+        classes = [c.name for c in settings.classes]
+        return create_api(
             self._callers,
             self._models,
             self.problem,
             self._render_metrics,
             self.state,
-            KeyDesk(
-                self._book, self._shared, settings.auth, [c.name for c in settings.classes], self._models
-            ),
+            KeyDesk(self._book, self._shared, settings.auth, classes, self._models),
             FleetDesk([room.fleet for room in self._rooms]),
-            secrets.admin_token,
+            admin_token,
             __version__,
         )
 

@@ -1186,11 +1186,9 @@ class Books:
             id_, "none", owner, "", "", key, class_, lane, blocks, sequences, prefill, 0, cost, self.clock + wait_ms, 0,
             exclude=tuple(exclude), prefer=tuple(prefer), once=once, fingerprint=fingerprint if once else "",
         )  # fmt: skip
-        refusal = self._refuse_second(call)
+        refusal = self._refuse_second(call) or self._refuse_shut()
         if refusal:
             return refusal
-        if self.shut:
-            return ["refused", "gate_closed", "", 0, 0, SHUT_RETRY_MS]
         self._set_policy(key, weight, blocks_max, requests_max, pool_share)
         refusal = self._refuse_outright(call) or self._refuse_by_quota(key, charge)
         if refusal:
@@ -1235,8 +1233,8 @@ class Books:
         """
         if not self._pools(lane) or class_ not in dict(self._fleet.classes) or self.opens_at:
             return ["open"]
-        if self.shut:
-            return ["refused", "gate_closed", "", 0, 0, SHUT_RETRY_MS]
+        if refusal := self._refuse_shut():
+            return refusal
         smallest = Call(
             "", "none", owner, "", "", key, class_, lane, least, sequences, 0, 0, cost, self.clock, 0
         )
@@ -1263,6 +1261,9 @@ class Books:
             self._number(call)
             self._join(call)
         return ["ticket", len(self._waiting(call.lane, call.class_)), wait]
+
+    def _refuse_shut(self) -> Answer | None:
+        return ["refused", "gate_closed", "", 0, 0, SHUT_RETRY_MS] if self.shut else None
 
     def _refuse_second(self, call: Call) -> Answer | None:
         """Of two calls under one `Idempotency-Key`."""
