@@ -5,14 +5,15 @@ says how many calls are missing once it goes on.  The event loop only puts a cal
 the rest.  Of what a client sent a line has the route, the model's name and the request id, nothing else.
 """
 
+import fcntl
 import logging
 import os
 import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -34,6 +35,9 @@ FLUSH_SECONDS = 0.1
 FOLLOW_SECONDS = 1.0
 """Between two looks whether the file was moved away."""
 COMPLAIN_SECONDS = 60.0
+ALONE_SECONDS = 0.5
+"""For another process to end its write, which takes it well under a millisecond."""
+ALONE_POLL_SECONDS = 0.001
 CLOSE_SECONDS = 3.0
 _FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOCTTY
 """Reading is for the last byte; and opening a pipe to write only would wait for its reader."""
@@ -259,9 +263,10 @@ class SharedFile:
         """
         descriptor = self._current()
         try:
-            ended = _ends_whole(descriptor)
-            data = lines if ended else b"\n" + lines
-            written = os.write(descriptor, data)
+            with _alone(descriptor, self._clock):
+                ended = _ends_whole(descriptor)
+                data = lines if ended else b"\n" + lines
+                written = os.write(descriptor, data)
         except OSError as error:
             self.close()
             self._fail(error)
@@ -317,6 +322,30 @@ class SharedFile:
 
     def _fail(self, error: OSError) -> None:
         self.problem = error.strerror or str(error)
+
+
+@contextmanager
+def _alone(descriptor: int, clock: Callable[[], float]) -> Iterator[None]:
+    """No other process writes meanwhile: a file whose size is read during a write seems to end with half a line.
+
+    One that was stopped in its write, or a file system without locks, is waited for no longer than `ALONE_SECONDS`.
+    """
+    until = clock() + ALONE_SECONDS
+    while not (locked := _locked(descriptor)) and clock() < until:
+        time.sleep(ALONE_POLL_SECONDS)
+    try:
+        yield
+    finally:
+        if locked:
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def _ends_whole(descriptor: int) -> bool:

@@ -1,5 +1,7 @@
 """The call log: a line for each call, whole lines only, and nothing lost without being counted."""
 
+import fcntl
+import itertools
 import json
 import logging
 import os
@@ -223,6 +225,36 @@ def test_a_line_that_somebody_left_unfinished_takes_no_other_with_it(
     torn, *lines = path.read_text().splitlines()
     assert torn == '{"time":"2026-'
     assert [json.loads(line)["request_id"] for line in lines] == ["a", "b"]
+
+
+def test_a_line_that_somebody_is_writing_is_waited_for(path: Path) -> None:
+    """Half of it can be seen in the file before the rest is there; it must not be taken for a torn one."""
+    naps: list[float] = []
+
+    def clock() -> float:
+        """Each look costs nothing, so the wait ends by what the other one does, never by time."""
+        naps.append(0.0)
+        if len(naps) == 3:
+            os.write(other, b'"other"}\n')
+            fcntl.flock(other, fcntl.LOCK_UN)
+        return 0.0
+
+    other = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    os.write(other, b'{"request_id":')
+    log = CallLog(path, clock=clock)
+    put(log, "own")
+    os.close(other)
+    assert ids(path) == ["other", "own"]
+
+
+def test_one_that_was_stopped_in_its_write_is_not_waited_for_long(path: Path) -> None:
+    other = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    ticks = itertools.count()
+    put(CallLog(path, clock=lambda: next(ticks) * 0.2), "own")
+    os.close(other)
+    assert ids(path) == ["own"]
 
 
 def test_several_write_at_once(path: Path) -> None:
