@@ -1,0 +1,123 @@
+"""How many blocks the calls on a replica will hold in some steps' time, so that more may run than fit at their limits.
+
+A call whose output limit is far above what such calls write would hold blocks for nothing if its whole demand were
+reserved.  It holds what it may need until its next growth instead, and adds its path to its replica's: for each of
+some horizons, counted in tokens because all sequences of a replica advance one token a step, the effective bandwidth
+of what it may hold then.  By Chernoff's bound
+
+    P[ sum of X_i > N ] <= min over theta of exp(theta x (sum of e_i(theta) - N)),   e_i = ln E[exp(theta X_i)] / theta
+
+so a replica of N blocks takes a call if for every horizon and one theta at least
+
+    sum of e_i + e + ln(1 / EPS) / theta <= N
+
+which holds the chance that its blocks run out below EPS.  The sums are integers, in SCALE-ths of a block, and
+additive: who adds a path can take the same one away.
+"""
+
+import math
+import struct
+from collections.abc import Callable, Sequence
+
+HORIZONS = (32, 64, 128, 256, 384, 512, 1024, 2048, 4096, 8192, 16384)
+"""Tokens from now.  At 0 stands the sum of the blocks held, which is exact and needs no theta."""
+TILTS = (20, 60, 180)
+"""The thetas, times the blocks of a replica: one alone costs a tenth to a third of the throughput, two up to 7 %."""
+EPS = 1e-3
+SCALE = 64
+"""Of what a path counts in, for one block."""
+POINTS = len(HORIZONS) * len(TILTS)
+GROWTH_TOKENS_MIN = 64
+GROWTH_PART = 8
+"""A call grows by this part of what it has written, at least by GROWTH_TOKENS_MIN: few messages, little held too soon."""
+_PACKED = struct.Struct(f">{POINTS}I")
+
+Path = tuple[int, ...]
+"""Of each horizon the figures of all tilts: POINTS integers, in SCALE-ths of a block."""
+Survival = Callable[[int], float]
+"""The part of such calls that write more than so many tokens: 1 at 0, never rising."""
+
+
+def base_of(blocks: int) -> int:
+    """The size of replica that thetas are made for: a power of two, so that replicas of about one size agree on it.
+
+    Any theta gives a bound that holds; one that is off by half a power of two gives nearly the best.
+    """
+    return 1 << max(round(math.log2(max(blocks, 1))), 0)
+
+
+def next_growth(written: int, output_tokens: int) -> int:
+    """Up to which output token a call that has written so many holds blocks."""
+    return min(output_tokens, written + max(GROWTH_TOKENS_MIN, written // GROWTH_PART))
+
+
+def blocks_at(prompt_tokens: int, written: int, block_size: int, ahead: int) -> int:
+    """Blocks of a sequence that has so many tokens; the last one's KV is not stored.  `ahead`: speculative tokens."""
+    return max(1, -(-(prompt_tokens + written - 1 + ahead) // block_size))
+
+
+def path_of(
+    prompt_tokens: int,
+    output_tokens: int,
+    written: int,
+    survival: Survival,
+    block_size: int,
+    base: int,
+    ahead: int = 0,
+) -> Path:
+    """Of a call that has written so many of at most `output_tokens`.  At most what its whole demand adds."""
+    grown, alive = next_growth(written, output_tokens), max(survival(written), 1e-300)
+    points: list[int] = []
+    for horizon in HORIZONS:
+        if written + horizon >= output_tokens:
+            points += (0,) * len(TILTS)
+            continue
+        blocks = blocks_at(prompt_tokens, min(grown + horizon, output_tokens), block_size, ahead)
+        share = min(survival(written + horizon) / alive, 1.0)
+        points += (_point(blocks, share, tilt / base) for tilt in TILTS)
+    return tuple(points)
+
+
+def _point(blocks: int, share: float, theta: float) -> int:
+    """The effective bandwidth of a call that holds `blocks` with the chance `share`, else none; rounded up."""
+    if share <= 0:
+        return 0
+    if share >= 1:
+        return blocks * SCALE
+    exponent = theta * blocks
+    if exponent > 30:
+        bandwidth = max(0.0, blocks + math.log(share) / theta)
+    else:
+        bandwidth = math.log1p(share * math.expm1(exponent)) / theta
+    return min(math.ceil(bandwidth * SCALE), blocks * SCALE)
+
+
+def flat(blocks: int) -> Path:
+    """Of a call that holds so many until it ends, whenever that is."""
+    return (blocks * SCALE,) * POINTS
+
+
+def margins(base: int) -> tuple[int, ...]:
+    """`ln(1 / EPS) / theta` of each tilt, in SCALE-ths of a block, rounded up."""
+    return tuple(math.ceil(SCALE * -math.log(EPS) * base / tilt) for tilt in TILTS)
+
+
+def bound_holds(sums: Sequence[int], path: Sequence[int], assured: int, limit: int, base: int) -> bool:
+    """Whether a replica takes a call of that path.  `sums`: the paths that are there; `assured`: blocks of the calls
+    there that hold all of their demand from the beginning."""
+    room, beside = (limit - assured) * SCALE, margins(base)
+    tilts = len(TILTS)
+    return all(
+        any(sums[at + k] + path[at + k] + beside[k] <= room for k in range(tilts))
+        for at in range(0, POINTS, tilts)
+    )
+
+
+def pack(path: Path) -> bytes:
+    """As the store has it: 4 bytes each, the highest first."""
+    return _PACKED.pack(*path)
+
+
+def unpack(packed: bytes) -> Path:
+    """Raises struct.error for another length."""
+    return _PACKED.unpack(packed)

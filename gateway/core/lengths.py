@@ -1,0 +1,115 @@
+"""How much calls write, learned from those that are still writing, too: of each age how many ended at it.
+
+A histogram of finished calls would say too little at first, since the short ones finish first.  Here every call that
+reaches an age counts as soon as it does (the estimator of Kaplan and Meier), and an age that was never seen counts as
+one that nobody ends at: without any data every call is expected to write all that it may.
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+AGES = (
+    0, 16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 3072, 4096, 5120, 6144,
+    8192, 12288, 16384, 32768,
+)  # fmt: skip
+"""Output tokens at which each bucket begins; the last one has no end."""
+BUCKETS = len(AGES)
+PRIOR = 8
+"""Calls that are taken to have passed through every bucket before the first one was seen."""
+HALF = 2
+"""Counts are in halves: a call that was stopped by its limit in a bucket counts as half a passage."""
+ENTRIES_MAX = 1000
+"""Then what was seen of a bucket counts half: what calls write changes."""
+HAZARD_MAX = 0.98
+SURPRISE_DECAY = 0.99
+SURPRISE_SIGMAS = 4
+SURPRISE_LEFT = 10
+"""After a surprise the counts are divided by it, which is nearly back to knowing nothing."""
+
+
+def bucket_of(written: int) -> int:
+    return bisect_right(AGES, written) - 1
+
+
+@dataclass(slots=True)
+class Lengths:
+    """What is known of one kind of call; counts are in halves."""
+
+    entries: list[int] = field(default_factory=lambda: [0] * BUCKETS)
+    exits: list[int] = field(default_factory=lambda: [0] * BUCKETS)
+    _logs: list[float] | None = None
+
+    @property
+    def seen(self) -> int:
+        """Calls, as far as they still count."""
+        return self.entries[0] // HALF
+
+    def hazard(self, bucket: int) -> float:
+        """The part of the calls that reach a bucket which end in it of themselves."""
+        found = self.exits[bucket] / (self.entries[bucket] + PRIOR * HALF)
+        return min(max(found, 0.0), HAZARD_MAX)
+
+    def survival(self, written: int) -> float:
+        """The part of calls that write more than so many tokens; in a bucket it falls evenly in its logarithm."""
+        logs = self._survived()
+        bucket = bucket_of(written)
+        if bucket == BUCKETS - 1:
+            return math.exp(logs[bucket])
+        passed = (written - AGES[bucket]) / (AGES[bucket + 1] - AGES[bucket])
+        return math.exp(logs[bucket] + passed * (logs[bucket + 1] - logs[bucket]))
+
+    def _survived(self) -> list[float]:
+        """By bucket the logarithm of the part that reaches it."""
+        if self._logs is None:
+            self._logs = [0.0]
+            for bucket in range(BUCKETS - 1):
+                self._logs.append(self._logs[-1] + math.log1p(-self.hazard(bucket)))
+        return self._logs
+
+    def add(self, news: "News") -> None:
+        for bucket, (entered, left) in news.items():
+            self.entries[bucket] = max(self.entries[bucket] + entered, 0)
+            self.exits[bucket] = max(self.exits[bucket] + left, 0)
+        self._logs = None
+
+    def replace(self, rows: Iterable[tuple[int, int, int]]) -> None:
+        """All that is known: bucket, entries, exits."""
+        self.entries, self.exits = [0] * BUCKETS, [0] * BUCKETS
+        for bucket, entered, left in rows:
+            self.entries[bucket], self.exits[bucket] = entered, left
+        self._logs = None
+
+
+News = Mapping[int, tuple[int, int]]
+"""By bucket what came to its entries and exits, in halves."""
+
+
+class Watched:
+    """One call on its way through the ages: what each step of it teaches."""
+
+    __slots__ = ("_bucket",)
+
+    def __init__(self) -> None:
+        self._bucket = -1
+
+    def advance(self, written: int, news: dict[int, tuple[int, int]]) -> None:
+        """It has written so many tokens."""
+        reached = bucket_of(written)
+        while self._bucket < reached:
+            self._bucket += 1
+            _count(news, self._bucket, HALF, 0)
+
+    def end(self, written: int, of_itself: bool, news: dict[int, tuple[int, int]]) -> None:
+        """`of_itself`: it was not stopped by its limit, nor by who asked for it, nor by a failure."""
+        self.advance(written, news)
+        if of_itself:
+            _count(news, self._bucket, 0, HALF)
+        else:
+            _count(news, self._bucket, -(HALF // 2), 0)
+
+
+def _count(news: dict[int, tuple[int, int]], bucket: int, entered: int, left: int) -> None:
+    before = news.get(bucket, (0, 0))
+    news[bucket] = (before[0] + entered, before[1] + left)
