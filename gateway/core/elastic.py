@@ -29,7 +29,7 @@ SCALE = 64
 POINTS = len(HORIZONS) * len(TILTS)
 GROWTH_TOKENS_MIN = 64
 GROWTH_PART = 8
-"""A call grows by this part of what it has written, at least by GROWTH_TOKENS_MIN: few messages, little held too soon."""
+"""A call grows by this part of what it has written, at least by GROWTH_TOKENS_MIN: few messages, little held early."""
 _PACKED = struct.Struct(f">{POINTS}I")
 
 Path = tuple[int, ...]
