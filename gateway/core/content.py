@@ -4,19 +4,16 @@ How many tokens a served model makes of one of cl100k_base's lies between 0.4 (K
 one); within one script and one density, tokens for bytes, it hardly differs.
 """
 
-import heapq
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from gateway.core.prompt import PromptText, Text, text_bytes
+from gateway.core.prompt import Text, text_bytes
 
 WINDOWS = 16
 WINDOW_BYTES = 128
 """A sample has up to so many windows of so many bytes."""
-TEXTS_MAX = 8
-"""So many texts of a prompt, the longest, are looked at one by one."""
 FOREIGN = 0.3
 ACCENTED = 0.005
 """Parts of the characters that are outside of ASCII: from here on their script names the kind, or they are noticed."""
@@ -27,7 +24,7 @@ SIZES = (32, 128, 512, 2048)
 
 _ESCAPES = re.compile(rb"(?:\\u[0-9a-fA-F]{4})+")
 _ESCAPED_QUOTES = re.compile(rb'\\(["\\/])')
-_SCRIPTS = {
+_LEADS = {
     "han": bytes(range(0xE4, 0xEA)),
     "kana": b"\xe3",
     "hangul": bytes(range(0xEA, 0xEE)),
@@ -37,10 +34,11 @@ _SCRIPTS = {
     "four": bytes(range(0xF0, 0xF5)),
 }
 """By the first byte of a character in UTF-8."""
+SCRIPTS = ("words", "marks", "digits", "blank", "accented", *_LEADS)
 _ASCII = bytes(range(0x80))
 _DIGITS = b"0123456789"
 _BLANKS = b" \t\r\n"
-_MARKS = b"{}[]()<>=_;:\"'`/\\|#*+&%$@0123456789"
+_MARKS = b"\n\t{}[]()<>=_;:\"'`/\\|#*+&%$@0123456789"
 MARKED = 0.1
 """Code, data and encodings have more of these than prose."""
 _KANA_PART = 0.15
@@ -48,11 +46,13 @@ _KANA_PART = 0.15
 _MANY = 0.5
 
 
-class Group(NamedTuple):
-    """Texts of one script."""
+class Share(NamedTuple):
+    """What of a prompt's texts is of one script."""
 
     script: str
-    texts: tuple[Text, ...]
+    tokens: int
+    """By the packaged vocabulary."""
+    json_bytes: int
 
 
 class Part(NamedTuple):
@@ -66,43 +66,34 @@ class Part(NamedTuple):
     """By the packaged vocabulary."""
 
 
-def groups(prompt: PromptText) -> list[Group]:
-    """All texts of a prompt by script.  Of the short ones, and of all but the longest, one sample has to do."""
-    texts = prompt.texts
-    long = (index for index, text in enumerate(texts) if len(text) > WINDOW_BYTES)
-    alone = set(heapq.nlargest(TEXTS_MAX, long, key=lambda index: len(texts[index])))
-    others = [text for index, text in enumerate(texts) if index not in alone]
-    found: dict[str, list[Text]] = {}
-    for together in (*([texts[index]] for index in alone), others):
-        if together:
-            found.setdefault(script_of(together), []).extend(together)
-    return [Group(script, tuple(texts)) for script, texts in found.items()]
+def parts(shares: Iterable[Share]) -> tuple[Part, ...]:
+    """Of the texts of a prompt."""
+    found = list(shares)
+    size = sum(sum(share.tokens for share in found) >= bound for bound in SIZES)
+    return tuple(_part(share, size) for share in found)
 
 
-def parts(counted: Sequence[tuple[Group, int]]) -> tuple[Part, ...]:
-    """Of the texts of a prompt: its groups, with what each counts."""
-    size = sum(sum(count for _, count in counted) >= bound for bound in SIZES)
-    found = []
-    for (script, texts), count in counted:
-        density = math.log(max(count, 1) / max(sum(map(text_bytes, texts)), count, 1))
-        found.append(Part(f"{script}{round(density / DENSITY_STEP)}/{size}", f"{script}/{size}", count))
-    return tuple(found)
+def _part(share: Share, size: int) -> Part:
+    script, tokens, size_bytes = share
+    density = math.log(max(tokens, 1) / max(size_bytes, tokens, 1))
+    return Part(f"{script}{round(density / DENSITY_STEP)}/{size}", f"{script}/{size}", tokens)
 
 
-def script_of(texts: Sequence[Text]) -> str:
-    """From a sample, evenly of all of them."""
-    step = max(sum(map(len, texts)) // WINDOWS, WINDOW_BYTES)
-    return _script(b"".join(_windows(texts, step)))
+def json_bytes(text: str) -> int:
+    """About what its JSON has: the ends of lines and quotes count twice, of which code has more than prose."""
+    return text_bytes(text) + text.count("\n") + text.count('"')
 
 
-def _windows(texts: Sequence[Text], step: int) -> Iterator[bytes]:
+def script_of(text: Text) -> str:
+    """One of `SCRIPTS`, from an even sample."""
+    step = max(len(text) // WINDOWS, WINDOW_BYTES)
+    return _script(b"".join(_windows(text, step)))
+
+
+def _windows(text: Text, step: int) -> Iterator[bytes]:
     """`step` characters apart."""
-    at = 0
-    for text in texts:
-        while at < len(text):
-            yield _window(text, at)
-            at += step
-        at -= len(text)
+    for start in range(0, len(text), step):
+        yield _window(text, start)
 
 
 def _window(text: Text, start: int) -> bytes:
@@ -132,7 +123,7 @@ def _script(text: bytes) -> str:
 
 def _foreign_script(text: bytes) -> str | None:
     """None where there is hardly a character outside of ASCII."""
-    counts = {name: _count(text, leads) for name, leads in _SCRIPTS.items()}
+    counts = {name: _count(text, leads) for name, leads in _LEADS.items()}
     foreign = sum(counts.values())
     part = foreign / max(_count(text, _ASCII) + foreign, 1)
     if part >= FOREIGN:

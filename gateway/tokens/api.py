@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from gateway.core.content import Share
 from gateway.core.prompt import Text
 from gateway.core.request import GenerationRequest
 
@@ -11,6 +12,8 @@ class Counted(NamedTuple):
     tokens: int
     exact: bool
     """False where bytes had to stand for tokens, because too much was being counted: too many, never too few."""
+    shares: tuple[Share, ...] = ()
+    """By script, where texts were counted; of what is not exact, nothing is known of it."""
 
 
 class Counter(Protocol):

@@ -1,13 +1,13 @@
-"""Counts of texts that were counted before."""
+"""What was counted before: of each text a number."""
 
 import secrets
 
 from gateway.core.prompt import Text
 
-ENTRY_BYTES = 96
-"""What CPython needs for one entry: a key 36, a count 28, its share of a table that is just full 30."""
+ENTRY_BYTES = 100
+"""What CPython needs for one entry: a key 36, a number 32, its share of a table that is just full 30."""
 MEMO_BYTES_MAX = 8 << 20
-"""87,000 texts: the histories of some nine hundred conversations of a hundred messages."""
+"""84,000 texts: the histories of some eight hundred conversations of a hundred messages."""
 GENERATION_ENTRIES_MAX = MEMO_BYTES_MAX // ENTRY_BYTES // 2
 """A table of this length is grown or dropped in half a millisecond, which an event loop can spare."""
 
@@ -18,7 +18,7 @@ because a text may look like the JSON of another.
 
 
 class Memo:
-    """Token counts by the `text_key` of their text, of which nothing else is kept.
+    """Numbers by the `text_key` of their text, of which nothing else is kept.
 
     It forgets what was not asked for while GENERATION_ENTRIES_MAX others were added or asked for again.  Threads
     share it without a lock: an entry never changes, every step on a table is one of the interpreter's, and the worst
@@ -33,18 +33,18 @@ class Memo:
         return len(self._young) + len(self._old)
 
     def get(self, key: int) -> int | None:
-        """The tokens of the text whose `text_key` this is; None where they are not known."""
-        tokens = self._young.get(key)
-        if tokens is None:
-            tokens = self._old.get(key)
-            if tokens is not None:
-                self.put(key, tokens)
-        return tokens
+        """What was put for the text whose `text_key` this is; None where nothing is known."""
+        known = self._young.get(key)
+        if known is None:
+            known = self._old.get(key)
+            if known is not None:
+                self.put(key, known)
+        return known
 
-    def put(self, key: int, tokens: int) -> None:
+    def put(self, key: int, known: int) -> None:
         if len(self._young) >= GENERATION_ENTRIES_MAX:
             self._old, self._young = self._young, {}
-        self._young[key] = tokens
+        self._young[key] = known
 
 
 def text_key(text: Text) -> int:

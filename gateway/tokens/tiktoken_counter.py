@@ -12,6 +12,7 @@ from typing import NamedTuple
 import msgspec
 import tiktoken
 
+from gateway.core.content import SCRIPTS, Share, json_bytes, script_of
 from gateway.core.outcomes import OperatorError
 from gateway.core.prompt import Text, literal_text, text_bytes
 from gateway.tokens.api import Counted, Counter
@@ -50,23 +51,75 @@ class VocabularyError(OperatorError):
     """The packaged vocabulary is missing or damaged; one line for the operator."""
 
 
+_SCRIPT_BITS, _BYTES_BITS = 4, 20
+"""Of a number in the memo, the lowest first; the others are tokens.  A part has four bytes a character at most."""
+
+
 class _Part(NamedTuple):
-    """`text[start:end]`, whose count is not known."""
+    """`text[start:end]`, of which nothing is known."""
 
     key: int
     text: str
     start: int
     end: int
+    whole: bool
+    """It is all of the text."""
 
     def pieces(self) -> Iterator[str]:
         for start in range(self.start, self.end, PIECE_CHARS):
             yield self.text[start : min(start + PIECE_CHARS, self.end)]
 
 
+class _Sum:
+    """Tokens and bytes, by script."""
+
+    __slots__ = ("_by_script", "_of_texts", "tokens")
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self._by_script: dict[int, tuple[int, int]] = {}
+        self._of_texts: dict[int, _Sum] = {}
+        """By the identity of texts that are counted in parts."""
+
+    def add_of(self, text: str, known: int, whole: bool) -> None:
+        """`known`: as it is in the memo, of the text or of one of its parts."""
+        if whole:
+            self.add(known)
+        else:
+            self._of_texts.setdefault(id(text), _Sum()).add(known)
+            self.tokens += known >> _SCRIPT_BITS + _BYTES_BITS
+
+    def add(self, known: int) -> None:
+        script, bytes_ = (
+            known & ((1 << _SCRIPT_BITS) - 1),
+            known >> _SCRIPT_BITS & ((1 << _BYTES_BITS) - 1),
+        )
+        tokens = known >> _SCRIPT_BITS + _BYTES_BITS
+        self.tokens += tokens
+        self._note(script, tokens, bytes_)
+
+    def _note(self, script: int, tokens: int, bytes_: int) -> None:
+        before = self._by_script.get(script)
+        if before:
+            tokens, bytes_ = tokens + before[0], bytes_ + before[1]
+        self._by_script[script] = tokens, bytes_
+
+    def counted(self) -> Counted:
+        """The script that most of a text has is that of all of it."""
+        for of_text in self._of_texts.values():
+            shares = of_text._by_script
+            main = max(shares, key=lambda script: shares[script])
+            self._note(main, of_text.tokens, sum(bytes_ for _, bytes_ in shares.values()))
+        self._of_texts.clear()
+        return Counted(
+            self.tokens, True, tuple(Share(SCRIPTS[s], *sums) for s, sums in self._by_script.items())
+        )
+
+
 class _Found(NamedTuple):
     """What the memo says of texts."""
 
-    tokens: int
+    sum: _Sum
     unknown: list[_Part]
 
 
@@ -93,7 +146,9 @@ class TiktokenCounter(Counter):
         found = self._look_up(texts)
         if found.unknown and not self._may_count_here(found.unknown):
             return await self._count_off_the_loop(texts, found)
-        return Counted(found.tokens + sum(map(self._count_short, found.unknown)), exact=True)
+        for part in found.unknown:
+            found.sum.add_of(part.text, self._count_short(part), part.whole)
+        return found.sum.counted()
 
     def _may_count_here(self, parts: Sequence[_Part]) -> bool:
         """Takes their part of this turn's INLINE_CHARS_A_TURN."""
@@ -118,22 +173,24 @@ class TiktokenCounter(Counter):
         if is_late():
             return _estimate(texts, found)
         self._take_encoding()
-        tokens, parts = found or self._look_up(texts)
-        exact = True
+        so_far, parts = found or self._look_up(texts)
+        late_tokens = 0
         counted: dict[str, int] = {}
         for part in parts:
-            of_part = self._count_part(part, counted, is_late)
-            tokens += of_part.tokens
-            exact = exact and of_part.exact
-        return Counted(tokens, exact)
+            tokens, exact = self._count_part(part, counted, is_late)
+            if exact:
+                so_far.add_of(part.text, self._remember(part, tokens), part.whole)
+            else:
+                late_tokens += tokens
+        return Counted(so_far.tokens + late_tokens, exact=False) if late_tokens else so_far.counted()
 
     def _take_encoding(self) -> None:
         """With its first count a thread takes one for itself."""
         if not hasattr(self._of_thread, "encoding"):
             self._of_thread.encoding = self._for_threads.pop()
 
-    def _count_part(self, part: _Part, counted: dict[str, int], is_late: IsLate) -> Counted:
-        """`counted` are this call's pieces, of which equal ones are counted once."""
+    def _count_part(self, part: _Part, counted: dict[str, int], is_late: IsLate) -> tuple[int, bool]:
+        """Tokens, and whether they are exact.  `counted`: this call's pieces, of which equal ones are counted once."""
         tokens, exact = 0, True
         for piece in part.pieces():
             if piece not in counted:
@@ -143,43 +200,49 @@ class TiktokenCounter(Counter):
                     continue
                 counted[piece] = self._count_piece(piece)
             tokens += counted[piece]
-        if exact:
-            self._memo.put(part.key, tokens)
-        return Counted(tokens, exact)
+        return tokens, exact
 
     # -- anywhere ------------------------------------------------------------------------------------------------
 
     def _look_up(self, texts: Sequence[Text]) -> _Found:
-        tokens = 0
-        unknown: list[_Part] = []
+        found = _Found(_Sum(), [])
         for text in texts:
             if not isinstance(text, str):
-                tokens += self._look_up_literal(text, unknown)
-                continue
-            for start in range(0, len(text), PART_CHARS):
-                end = min(start + PART_CHARS, len(text))
-                key = text_key(text[start:end])
-                known = self._memo.get(key)
-                if known is None:
-                    unknown.append(_Part(key, text, start, end))
-                else:
-                    tokens += known
-        return _Found(tokens, unknown)
+                self._look_up_literal(text, found)
+            elif len(text) <= PART_CHARS:
+                self._look_up_part(text, text, 0, found)
+            else:
+                for start in range(0, len(text), PART_CHARS):
+                    self._look_up_part(text[start : start + PART_CHARS], text, start, found)
+        return found
 
-    def _look_up_literal(self, literal: msgspec.Raw, unknown: list[_Part]) -> int:
+    def _look_up_part(self, part: str, text: str, start: int, found: _Found) -> None:
+        key = text_key(part)
+        known = self._memo.get(key)
+        if known is None:
+            found.unknown.append(_Part(key, text, start, start + len(part), part is text))
+        else:
+            found.sum.add_of(text, known, part is text)
+
+    def _look_up_literal(self, literal: msgspec.Raw, found: _Found) -> None:
         """It is decoded only where it is not known, and remembered as a whole."""
         key = text_key(literal)
         known = self._memo.get(key)
         if known is None:
             text = literal_text(literal)
-            unknown.append(_Part(key, text, 0, len(text)))
-        return known or 0
+            found.unknown.append(_Part(key, text, 0, len(text), whole=True))
+        else:
+            found.sum.add(known)
 
     def _count_short(self, part: _Part) -> int:
-        """A part of one piece."""
-        tokens = self._count_piece(part.text[part.start :])
-        self._memo.put(part.key, tokens)
-        return tokens
+        """Of a part of one piece, as it is remembered."""
+        return self._remember(part, self._count_piece(part.text[part.start :]))
+
+    def _remember(self, part: _Part, tokens: int) -> int:
+        text = part.text[part.start : part.end]
+        known = (tokens << _BYTES_BITS | json_bytes(text)) << _SCRIPT_BITS | SCRIPTS.index(script_of(text))
+        self._memo.put(part.key, known)
+        return known
 
     def _count_piece(self, piece: str) -> int:
         encoding: tiktoken.Encoding = getattr(self._of_thread, "encoding", self._encoding)
@@ -229,5 +292,8 @@ def _estimate(texts: Sequence[Text], found: _Found | None) -> Counted:
     """Bytes for tokens, where tokens are not known."""
     if found is None:
         return Counted(sum(map(text_bytes, texts)), exact=False)
-    unknown = sum(text_bytes(part.text[part.start : part.end]) for part in found.unknown)
-    return Counted(found.tokens + unknown, exact=False)
+    return Counted(found.sum.tokens + sum(map(_part_bytes, found.unknown)), exact=False)
+
+
+def _part_bytes(part: _Part) -> int:
+    return text_bytes(part.text[part.start : part.end])

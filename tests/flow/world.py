@@ -13,10 +13,11 @@ import redis
 
 from gateway.all_fleets import books_config
 from gateway.call import Fleet
+from gateway.core.content import Share
 from gateway.core.events import CallEnded, Event
 from gateway.core.identity import Identity
 from gateway.core.outcomes import Outcome
-from gateway.core.prompt import Text, literal_text
+from gateway.core.prompt import Text, literal_text, text_bytes
 from gateway.core.quota import ALL_FLEETS
 from gateway.flow import Flow
 from gateway.http.auth import Callers, Key, Keyring, anonymous
@@ -53,7 +54,8 @@ class WordCounter:
         self.counts += 1
         await asyncio.sleep(0)
         decoded = (text if isinstance(text, str) else literal_text(text) for text in texts)
-        return Counted(sum(len(text.split()) for text in decoded), exact=True)
+        words = sum(len(text.split()) for text in decoded)
+        return Counted(words, True, (Share("words", words, sum(map(text_bytes, texts))),))
 
 
 class Replicas:

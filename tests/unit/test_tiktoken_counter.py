@@ -20,6 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gateway.core.content import Share
 from gateway.core.prompt import Text, literal_text, text_bytes
 from gateway.steps import Begun
 from gateway.tokens import memo, tiktoken_counter
@@ -184,7 +185,7 @@ async def test_beyond_the_bound_bytes_are_the_estimate(
     off_the_loop = LONG[: INLINE_CHARS + 1]
     waiting = [asyncio.create_task(counter.count([off_the_loop])) for _ in range(JOBS_MAX)]
     await asyncio.sleep(0)
-    assert await counter.count(["é" * 5000]) == (10_000, False)
+    assert await counter.count(["é" * 5000]) == (10_000, False, ())
     gate.open.set()
     assert {counted.exact for counted in await asyncio.gather(*waiting)} == {True}
     assert await tokens_of(counter, [LONG]) < len(LONG) / 3
@@ -208,7 +209,7 @@ async def test_a_count_that_is_closed_before_its_job_begins_has_cost_nothing(
     assert (gate.pieces, counter._threads._pool._work_queue.qsize()) == (0, 0)
     short = Begun(counter.count(["hello"]))
     assert not short.suspended
-    assert short.result == (1, True)
+    assert short.result[:2] == (1, True)
 
 
 async def test_what_is_late_is_estimated_by_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,7 +289,7 @@ async def test_a_known_history_with_a_new_turn_needs_no_thread(
     gate = Gate(counter, monkeypatch)
     gate.open.set()
     monkeypatch.setattr(counter._threads, "run", None)
-    assert await counter.count([*HISTORY, "hello world"]) == (history + 2, True)
+    assert (await counter.count([*HISTORY, "hello world"]))[:2] == (history + 2, True)
     assert gate.pieces == 1
 
 
@@ -373,7 +374,28 @@ async def test_counts_are_those_of_the_pieces_whatever_was_counted_before(
         for start in range(0, len(text), PIECE_CHARS)
     )
     for _ in range(2):
-        assert await shared.count(texts) == (expected, True)
+        assert (await shared.count(texts))[:2] == (expected, True)
+
+
+async def test_shares_are_of_the_text_whatever_is_known_of_it(counter: TiktokenCounter) -> None:
+    russian, code = "слово " * 4000, "x[i] = y[i] * 2;\n" * 20
+    first = await counter.count([russian, code, "hello"])
+    assert [(share.script, share.json_bytes) for share in first.shares] == [
+        ("marks", len(code) + code.count("\n")),
+        ("words", 5),
+        ("cyrillic", len(russian.encode())),
+    ]
+    assert sum(share.tokens for share in first.shares) == first.tokens
+    again = await counter.count([russian, code, "hello"])
+    assert (again.tokens, sorted(again.shares)) == (first.tokens, sorted(first.shares))
+    assert (await counter.count([literal(code)])).shares == (await counter.count([code])).shares
+
+
+async def test_a_long_text_is_of_the_script_that_most_of_it_has(counter: TiktokenCounter) -> None:
+    mixed = "слово " * 8000 + "word " * 4000
+    for _ in range(2):
+        counted = await counter.count([mixed])
+        assert counted.shares == (Share("cyrillic", counted.tokens, len(mixed.encode())),)
 
 
 def literal(text: str, *, ascii_only: bool = True) -> msgspec.Raw:
