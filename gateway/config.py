@@ -21,7 +21,7 @@ import yaml
 from msgspec import Meta
 from msgspec.structs import replace
 
-from gateway.core.headers import FOR_ENGINES
+from gateway.core.headers import FOR_ENGINES, PROMPT_TOKENS
 from gateway.core.outcomes import OperatorError
 from gateway.core.request import UNRESERVED, Endpoint
 
@@ -771,7 +771,8 @@ SECRETLESS = "only a key that auth.trusted_header or auth.jwt can name needs no 
 ASYMMETRIC = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
 """Signatures that whoever can check them cannot make."""
 _NOT_A_NAME = (
-    frozenset({b"authorization", b"x-api-key", b"host", b"content-length", b"x-request-id"}) | FOR_ENGINES
+    frozenset({b"authorization", b"x-api-key", b"host", b"content-length", b"x-request-id", PROMPT_TOKENS})
+    | FOR_ENGINES
 )
 """Headers that say something else already, or that engines get."""
 

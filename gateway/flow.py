@@ -20,7 +20,7 @@ from gateway.call import Call, Client, Relay
 from gateway.core import responses
 from gateway.core.blocks import inputs_blocks, used_blocks
 from gateway.core.estimate import Demand, held_cost, token_bounds
-from gateway.core.headers import pinned
+from gateway.core.headers import pinned, with_estimate
 from gateway.core.lifecycle import Action, Event, Step
 from gateway.core.outcomes import Code, Refusal
 from gateway.core.prefill import PrefillTimes
@@ -279,7 +279,8 @@ class Flow:
         engines, replica = call.fleet.engines, grant.replica
         access = engines.access(replica)
         body = forward(call.generation, demand.output_tokens, _response_id(call, replica))
-        headers = pinned([*call.headers, *access.headers], engines.rank(replica))
+        own = with_estimate([*call.headers, *access.headers], demand.prompt_tokens)
+        headers = pinned(own, engines.rank(replica))
         request = UpstreamRequest(engines.url(replica), call.request.path, headers, body, tls=access.tls)
         prefill_over = self._end_prefill_later(call, demand, grant, reservation)
         try:

@@ -28,9 +28,12 @@ _NOT_FOR_CLIENTS = _HOP_BY_HOP | {
     b"content-length",
     b"content-encoding",
     b"x-request-id",
+    b"x-prompt-tokens",
 }
 """Hop by hop, the engine's own, or no longer true of the decoded and inspected body."""
 
+PROMPT_TOKENS = b"x-prompt-tokens"
+"""The estimate of a call's prompts, for engines and whatever routes between here and there, and for clients."""
 _RANK = b"x-data-parallel-rank"
 _NOTHING: frozenset[bytes] = frozenset()
 FOR_ENGINES = frozenset(
@@ -78,6 +81,14 @@ def pinned(headers: Sequence[Header], rank: int | None) -> Sequence[Header]:
     if rank is None:
         return headers
     return [*(header for header in headers if header[0] != _RANK), (_RANK, b"%d" % rank)]
+
+
+def with_estimate(headers: Sequence[Header], prompt_tokens: int) -> Sequence[Header]:
+    """For one call: the client's own word for it is not on the allow-list, so the name is free.
+
+    `prompt_tokens` are those of all its prompts together, as they are reserved.
+    """
+    return [*headers, (PROMPT_TOKENS, b"%d" % prompt_tokens)]
 
 
 def _named_in_connection(headers: Iterable[Header]) -> frozenset[bytes]:

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from gateway.call import Call, Fleet, Terms
 from gateway.core import quota
 from gateway.core.events import CallEnded, Observer
-from gateway.core.headers import request_headers
+from gateway.core.headers import PROMPT_TOKENS, request_headers
 from gateway.core.identity import (
     IDEMPOTENCY_KEY,
     Identity,
@@ -471,6 +471,7 @@ class Proxy:
                 (b"x-kvgate-reserved-blocks", b"%d" % call.demand.blocks),
                 (b"x-kvgate-output-limit", b"%d" % call.demand.output_tokens),
                 (b"x-kvgate-queue-ms", b"%d" % waited_ms),
+                (PROMPT_TOKENS, b"%d" % call.demand.prompt_tokens),
             ]
         if call.grant:
             headers.append((b"x-kvgate-pool", call.fleet.engines.pool(call.grant.replica).encode()))

@@ -22,6 +22,7 @@ from tests.flow.engines import (
     event,
     mock_engine,
     raw_engine,
+    whole,
 )
 from tests.flow.world import World, chat, gateway
 
@@ -190,6 +191,47 @@ async def test_what_the_gateway_says_about_a_call(store_url: str) -> None:
     assert visitor.header("content-type") == "text/event-stream; charset=utf-8"
     assert visitor.header("x-kvgate-reason") is None
     assert header_of(request, "x-request-id")[0].startswith("kvg-")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "tokens"),
+    [
+        (CHAT, chat(), 8),
+        (CHAT, chat(stream=True, n=2), 8),
+        (TEXT, {"prompt": ["one two", "three"], "max_tokens": 3}, 2 + 1 + 2),
+        (TEXT, {"prompt": [1, 2, 3], "max_tokens": 3, "truncate_prompt_tokens": 2}, 2),
+    ],
+)
+async def test_the_estimate_travels_upstream_and_back(
+    store_url: str, path: str, body: dict[str, Any], tokens: int
+) -> None:
+    """The client's own word for it, and the engine's, are replaced."""
+    headers = {"x-prompt-tokens": "7777777"}
+    visitor, request, end = await one_call(store_url, body, path=path, headers=headers)
+    assert visitor.status == 200
+    assert header_of(request, "x-prompt-tokens") == [str(tokens)]
+    told = [value for name, value in visitor.headers if name == b"x-prompt-tokens"]
+    assert told == [b"%d" % tokens]
+    assert end.prompt_tokens_estimated == tokens
+
+
+async def test_an_engines_own_word_for_the_estimate_is_not_passed_on(store_url: str) -> None:
+    async def script(peer: Peer) -> None:
+        answer = {"choices": [{"index": 0, "finish_reason": "stop"}], "usage": {"prompt_tokens": 5}}
+        await peer.send(whole(200, json.dumps(answer).encode(), extra="x-prompt-tokens: 5\r\n"))
+
+    async with raw_engine(script) as engine, gateway(store_url, {"a": engine.url}) as world:
+        visitor = await world.visit(chat())
+        assert (visitor.status, visitor.header("x-prompt-tokens")) == (200, "8")
+        assert [value for name, value in visitor.headers if name == b"x-prompt-tokens"] == [b"8"]
+
+
+async def test_what_reserves_nothing_has_no_estimate(store_url: str) -> None:
+    body = {"prompt": "one two"}
+    async with mock_engine(EngineConfig(), speed=FAST) as mock, gateway(store_url, {"a": mock.url}) as world:
+        visitor = await world.visit(body, path="/tokenize", headers={"x-prompt-tokens": "9"})
+        assert (visitor.status, visitor.header("x-prompt-tokens")) == (200, None)
+        assert mock.app.journal.shown()["requests"] == []
 
 
 async def test_the_callers_secrets_stay_behind(store_url: str) -> None:

@@ -234,6 +234,7 @@ def test_with_keys_in_the_store_no_file_is_needed(tmp_path: Path) -> None:
         ("auth.trusted_header", header("x who"), "auth.trusted_header.name: expected text matching"),
         ("auth.trusted_header", header("Authorization"), "auth.trusted_header.name: authorization has another meaning"),
         ("auth.trusted_header", header("user-agent"), "auth.trusted_header.name: user-agent has another meaning"),
+        ("auth.trusted_header", header("X-Prompt-Tokens"), "auth.trusted_header.name: x-prompt-tokens has another"),
         ("auth.trusted_header", header("x-kvgate-key"), "auth.trusted_header.name: x-kvgate-key has another meaning"),
         ("auth.jwt", jwt(issuer=None), "auth.jwt.issuer: expected text"),
         ("auth.jwt", {"issuer": "i"}, "auth.jwt.audience: missing"),
