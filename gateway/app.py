@@ -23,6 +23,7 @@ from gateway.config import (
     ENGINE,
     ConfigError,
     Jwt,
+    Media,
     PriorityClass,
     Secrets,
     Settings,
@@ -38,6 +39,7 @@ from gateway.core.capacity import Rules as CapacityRules
 from gateway.core.events import Event as Fact
 from gateway.core.factors import Factors
 from gateway.core.lifecycle import Event
+from gateway.core.media import MediaRule
 from gateway.fleetdesk import FleetDesk
 from gateway.flow import Flow
 from gateway.found import FoundReplicas, names_by_pool, replica_specs
@@ -630,6 +632,7 @@ def _plan(settings: Settings, fleet: FleetSettings) -> FleetPlan:
         learns=fleet.token_factor is None,
         exact_above=fleet.exact_above,
         speculative_tokens=fleet.speculative_tokens,
+        media=_media_rule(fleet.media),
         share_prompt_of_n=fleet.share_prompt_of_n,
         safe_fraction=fleet.safe_fraction,
         overtake_blocks=fleet.overtake_blocks,
@@ -638,6 +641,16 @@ def _plan(settings: Settings, fleet: FleetSettings) -> FleetPlan:
         classes=_class_shares(settings),
         lease_ms=lease_ms,
         heartbeat_ms=heartbeat_ms,
+    )
+
+
+def _media_rule(media: Media) -> MediaRule:
+    return MediaRule(
+        media.image_tokens,
+        media.audio_tokens,
+        media.video_tokens,
+        None if media.hosts is None else frozenset(media.hosts),
+        media.inline,
     )
 
 

@@ -22,6 +22,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from gateway.core.headers import FOR_ENGINES, PROMPT_TOKENS
+from gateway.core.media import MEDIA_TOKENS, host_of
 from gateway.core.outcomes import OperatorError
 from gateway.core.request import UNRESERVED, Endpoint
 
@@ -265,6 +266,18 @@ class Tokenizer(_Strict, frozen=True, kw_only=True):
     """Their `--default-chat-template-kwargs`."""
 
 
+class Media(_Strict, frozen=True, kw_only=True):
+    """What images, sounds and videos in a request count, and whence they may come."""
+
+    image_tokens: CountOrZero = MEDIA_TOKENS
+    audio_tokens: CountOrZero = MEDIA_TOKENS
+    video_tokens: CountOrZero = MEDIA_TOKENS
+    hosts: Annotated[tuple[str, ...], Meta(max_length=256)] | None = None
+    """Lower case once loaded; None = any."""
+    inline: bool = True
+    """The data itself may stand in a request."""
+
+
 class Fleet(_Strict, frozen=True, kw_only=True):
     model: ModelName
     name: NameOrDefault = ""
@@ -280,6 +293,7 @@ class Fleet(_Strict, frozen=True, kw_only=True):
     tokenizer: Tokenizer | str | None = None
     """ENGINE, or the folder that holds the files, which is no text once loaded; None = prompts are always estimated."""
     exact_above: Annotated[float, Meta(ge=0, le=1)] = 0.7
+    media: Media = Media()
     overtake_blocks: CountOrZero | None = None
     slow_start_seconds: Annotated[float, Meta(ge=0, le=3_600)] = 30
     """Until a replica that has just been started beside others has all its blocks; 0 = at once."""
@@ -931,7 +945,19 @@ def _completed_fleet(fleet: Fleet, path: str, folder: Path, common: Access) -> F
         lanes={pool.name: (pool.name,) for pool in pools} | fleet.lanes,
         pools=pools,
         tokenizer=_completed_tokenizer(fleet.tokenizer, folder),
+        media=_completed_media(fleet.media, f"{path}.media"),
     )
+
+
+def _completed_media(media: Media, path: str) -> Media:
+    if media.hosts is None:
+        return media
+    hosts = tuple(host.lower() for host in media.hosts)
+    for i, host in enumerate(hosts):
+        if host_of(f"https://{host}/") != host:
+            raise ConfigError(f"{path}.hosts[{i}]", f"has to be a host alone, without a port, got {host!r}")
+    _unique(f"{path}.hosts[{{}}]", hosts, "host")
+    return replace(media, hosts=hosts)
 
 
 def _completed_tokenizer(tokenizer: Tokenizer | str | None, folder: Path) -> Tokenizer | str | None:

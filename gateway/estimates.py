@@ -56,4 +56,4 @@ def _teaches(request: GenerationRequest, counts: Sequence[Counted]) -> bool:
     if len(counts) > 1 or request.truncate_prompt_tokens is not None or not request.endpoint.generates:
         return False
     (prompt,) = request.prompts
-    return isinstance(prompt, PromptText) and not prompt.media_tokens
+    return isinstance(prompt, PromptText) and prompt.is_text_alone

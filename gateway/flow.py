@@ -75,8 +75,13 @@ class Flow:
     async def _serve(self, call: Call, client: Client) -> Refusal | Step | None:
         """None when the answer was passed on whole; else what the client is still owed."""
         await self._turns.take()
+        rule = call.fleet.engines.shape().media
+        refusal = call.request.not_taken(rule)
+        if refusal:
+            return refusal
         if not call.request.holds_blocks:
             return await self._pass_on(call, client)
+        call.request = call.generation.by_rule(rule)
         demand = await self._estimate(call)
         if isinstance(demand, Refusal):
             return demand

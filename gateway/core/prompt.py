@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from gateway.core.body import Member, Members, Refused, decode, is_given, read_value, shown
+from gateway.core.media import NO_MEDIA, USUAL, Kind, Media, MediaRule, Source, kind_of, sources_of
 from gateway.core.outcomes import Code
 
 PROMPTS_MAX = 1024
@@ -29,9 +30,6 @@ ENDS_TOKENS = 2
 """Around a text that is embedded: at its begin and its end, as BERT and its descendants have it."""
 TOOL_TOKENS = 16
 """A chat template's words around one tool's JSON."""
-MEDIA_TOKENS = 4096
-"""An image, audio or video part, and any part of an unknown type, whatever its bytes."""
-
 LITERAL_BYTES_MIN, LITERAL_BYTES_MAX = 512, 16 * 1024
 """Strings of messages that stay as they stand in the body: to decode a known text takes as long as all else that is
 done with it.  Shorter ones cost little, longer ones are remembered in parts, and no cut may go through an escape.
@@ -82,8 +80,22 @@ class PromptText(msgspec.Struct, frozen=True):
     """Of the texts together: a byte-level tokenizer never makes more tokens than this."""
     escape_bytes: int = 0
     """By how much `utf8_bytes` may be too many, because of escapes that were not decoded."""
+    media: Media = NO_MEDIA
     media_tokens: int = 0
-    """Of `fixed_tokens`, those of media, and of what an engine remembers: no text here says anything of them."""
+    """Of `fixed_tokens`, those of `media`, and of what an engine remembers: no text here says anything of them."""
+    sources: tuple[Source, ...] = ()
+    """Whence its media come, each once."""
+
+    @property
+    def is_text_alone(self) -> bool:
+        return not self.media.count and not self.media_tokens
+
+    def by_rule(self, rule: MediaRule) -> "PromptText":
+        """With what a fleet counts for media in place of the usual; of a prompt as it was read."""
+        more = rule.tokens(self.media) - USUAL.tokens(self.media)
+        return msgspec.structs.replace(
+            self, fixed_tokens=self.fixed_tokens + more, media_tokens=self.media_tokens + more
+        )
 
 
 class PromptTokens(msgspec.Struct, frozen=True):
@@ -128,7 +140,7 @@ def read_response(members: Members) -> tuple[Prompt, ...]:
         gathered.add_text(text["format"])
     _read_tools(members, gathered)
     escape_bytes = _escape_bytes(members["input"], gathered.literal_bytes)
-    return (_prompt_text(gathered.texts, gathered.fixed_tokens, escape_bytes, gathered.media_tokens),)
+    return (gathered.prompt(escape_bytes),)
 
 
 def _read_items(member: Member, name: str, gathered: "_Gathered") -> None:
@@ -162,6 +174,8 @@ def _read_item(item: dict[str, msgspec.Raw], gathered: "_Gathered") -> None:
     output = decode(given, gathered.field)
     if isinstance(output, list):
         _read_parts(output, gathered, _Place.USER)
+    elif isinstance(output, dict) and output.get("type") == "computer_screenshot":
+        _read_part(output, gathered, _Place.USER)
     else:
         gathered.add_text(output)
 
@@ -172,8 +186,7 @@ def _read_conversation(members: Members, gathered: "_Gathered") -> tuple[Prompt,
     for message in messages:
         _read_message(message, gathered)
     _read_tools(members, gathered)
-    escape_bytes = _escape_bytes(members["messages"], gathered.literal_bytes)
-    return (_prompt_text(gathered.texts, gathered.fixed_tokens, escape_bytes, gathered.media_tokens),)
+    return (gathered.prompt(_escape_bytes(members["messages"], gathered.literal_bytes)),)
 
 
 def _read_conversations(member: Member, name: str) -> tuple[Prompt, ...]:
@@ -199,8 +212,7 @@ def _read_messages_alone(messages: list[dict[str, msgspec.Raw]], name: str, esca
     gathered = _Gathered(fixed_tokens=REPLY_TOKENS, field=name)
     for message in messages:
         _read_message(message, gathered)
-    escape_bytes = _most_escape_bytes(gathered.literal_bytes) if escapes else 0
-    return _prompt_text(gathered.texts, gathered.fixed_tokens, escape_bytes, gathered.media_tokens)
+    return gathered.prompt(_most_escape_bytes(gathered.literal_bytes) if escapes else 0)
 
 
 def literal_text(literal: msgspec.Raw) -> str:
@@ -258,7 +270,7 @@ def read_content(value: Any, name: str) -> PromptText:
     gathered = _Gathered(field=name)
     for part in content:
         _read_part(part, gathered, _Place.USER)
-    return _prompt_text(gathered.texts, gathered.fixed_tokens, media_tokens=gathered.media_tokens)
+    return gathered.prompt()
 
 
 def read_template(members: Members, fixed_tokens: int, *names: str) -> PromptText:
@@ -267,7 +279,7 @@ def read_template(members: Members, fixed_tokens: int, *names: str) -> PromptTex
     for name in (*_SHOWN_EVERYWHERE, *names):
         if is_given(members, name):
             gathered.add_text(read_value(members, name))
-    return _prompt_text(gathered.texts, gathered.fixed_tokens, media_tokens=gathered.media_tokens)
+    return gathered.prompt()
 
 
 def check_inputs(count: int, name: str) -> None:
@@ -282,13 +294,14 @@ class _Gathered:
     """What was found in a chat so far."""
 
     texts: list[Text] = field(default_factory=list)
+    media: dict[Kind, int] = field(default_factory=dict)
+    sources: dict[Source, None] = field(default_factory=dict)
     fixed_tokens: int = 0
     field: str = "messages"
     """Named in refusals."""
     pieces: int = 0
     literal_bytes: int = 0
     """Of the texts that are not decoded."""
-    media_tokens: int = 0
 
     def add_text(self, value: Any) -> None:
         self._add_piece()
@@ -303,10 +316,16 @@ class _Gathered:
         else:
             self.texts.append(literal_text(literal))
 
-    def add_media(self) -> None:
+    def add_media(self, kind: Kind) -> None:
         self._add_piece()
-        self.fixed_tokens += MEDIA_TOKENS
-        self.media_tokens += MEDIA_TOKENS
+        self.media[kind] = self.media.get(kind, 0) + 1
+
+    def prompt(self, escape_bytes: int = 0) -> PromptText:
+        """`escape_bytes`: as there."""
+        media, texts = Media(*(self.media.get(kind, 0) for kind in Kind)), tuple(self.texts)
+        media_tokens = USUAL.tokens(media)
+        utf8_bytes, fixed = sum(map(text_bytes, texts)), self.fixed_tokens + media_tokens
+        return PromptText(texts, fixed, utf8_bytes, escape_bytes, media, media_tokens, tuple(self.sources))
 
     def _add_piece(self) -> None:
         self.pieces += 1
@@ -412,8 +431,10 @@ def _read_part(part: Any, gathered: _Gathered, place: _Place) -> None:
     text = part.get(_TEXT_KEYS.get(kind, "text"))
     if isinstance(text, str):
         gathered.add_text(text)
-    if kind not in _TEXT_KEYS or not isinstance(text, str):
-        gathered.add_media()
+    if kind in _TEXT_KEYS and isinstance(text, str) and part.get("uuid") is None:
+        return
+    gathered.add_media(kind_of(part))
+    gathered.sources |= dict.fromkeys(sources_of(part))
 
 
 def _read_result(part: dict[str, Any], gathered: _Gathered, place: _Place) -> None:
@@ -488,10 +509,8 @@ def _read_prompt_list(prompt: Any, name: str, most: int, fixed_tokens: int) -> t
     return None
 
 
-def _prompt_text(
-    texts: Sequence[Text], fixed_tokens: int, escape_bytes: int = 0, media_tokens: int = 0
-) -> PromptText:
-    return PromptText(tuple(texts), fixed_tokens, sum(map(text_bytes, texts)), escape_bytes, media_tokens)
+def _prompt_text(texts: Sequence[Text], fixed_tokens: int) -> PromptText:
+    return PromptText(tuple(texts), fixed_tokens, sum(map(text_bytes, texts)))
 
 
 def _escape_bytes(messages: Member, literal_bytes: int) -> int:

@@ -20,6 +20,7 @@ from gateway.core.body import (
     splice,
 )
 from gateway.core.inputs import Inputs, Layout, read_embedded, read_reranked, read_scored
+from gateway.core.media import NO_HOST, MediaRule, Source
 from gateway.core.outcomes import Code, Refusal
 from gateway.core.prompt import Prompt, PromptText, read_chat, read_messages, read_prompts, read_response
 
@@ -101,6 +102,12 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Of a response that an engine has stored, and that is asked for or goes on: only that engine knows it."""
     replica: str = ""
     """The only one that may be asked; '' for any."""
+    sources: tuple[Source, ...] = ()
+    """Whence its media come, where they are not those of prompts that are counted."""
+
+    def not_taken(self, rule: MediaRule) -> Refusal | None:
+        """Why a fleet of this rule does not take its media, if it does not."""
+        return rule.refusal(self.sources, "messages")
 
 
 class GenerationRequest(Request, frozen=True, kw_only=True):
@@ -137,6 +144,21 @@ class GenerationRequest(Request, frozen=True, kw_only=True):
     def sequences(self) -> int:
         return self.prompt_count * self.sequences_per_prompt
 
+    def not_taken(self, rule: MediaRule) -> Refusal | None:
+        refusals = (
+            rule.refusal(prompt.sources, self.prompt_field)
+            for prompt in self.prompts
+            if isinstance(prompt, PromptText) and prompt.sources
+        )
+        return next((refusal for refusal in refusals if refusal), None)
+
+    def by_rule(self, rule: MediaRule) -> "GenerationRequest":
+        """With its media counted as a fleet counts them; of a request as it was read."""
+        if not any(isinstance(prompt, PromptText) and prompt.media.count for prompt in self.prompts):
+            return self
+        counted = (p.by_rule(rule) if isinstance(p, PromptText) else p for p in self.prompts)
+        return msgspec.structs.replace(self, prompts=tuple(counted))
+
     def after(self, tokens: int) -> "GenerationRequest":
         """The same behind so many tokens that the engine remembers."""
         (prompt,) = self.prompts
@@ -169,12 +191,32 @@ def parse(endpoint: Endpoint, body: bytes, n_max: int) -> GenerationRequest | Re
 def read_passed(
     path: str, dialect: Dialect, body: bytes, *, method: str = "POST", repeatable: bool = True
 ) -> Request | Refusal:
-    """A JSON body of which only the model matters here."""
+    """A JSON body of which only the model matters here, and whence an engine would fetch what its messages name."""
     try:
-        model = _read_model(read_members(body))
+        members = read_members(body)
+        model = _read_model(members)
     except Refused as refused:
         return refused.refusal
-    return Request(path=path, dialect=dialect, body=body, model=model, method=method, repeatable=repeatable)
+    sources = _sources(members, dialect) if is_given(members, "messages") else ()
+    return Request(
+        path=path,
+        dialect=dialect,
+        body=body,
+        model=model,
+        method=method,
+        repeatable=repeatable,
+        sources=sources,
+    )
+
+
+def _sources(members: Members, dialect: Dialect) -> tuple[Source, ...]:
+    """What cannot be read here is for the engine to judge, but not where an operator has named the hosts."""
+    try:
+        (prompt,) = read_messages(members) if dialect is Dialect.ANTHROPIC else read_chat(members)
+    except Refused:
+        return (("messages", NO_HOST),)
+    assert isinstance(prompt, PromptText)
+    return prompt.sources
 
 
 def forward(request: GenerationRequest, output_limit: int, response_id: str = "") -> bytes:

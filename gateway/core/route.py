@@ -9,6 +9,7 @@ import msgspec
 
 from gateway.core.blocks import BlockShape, demand_blocks, inputs_blocks
 from gateway.core.estimate import Demand, call_cost, prefill_share
+from gateway.core.media import USUAL, MediaRule
 from gateway.core.outcomes import Code, Refusal
 from gateway.core.request import Endpoint, GenerationRequest
 
@@ -84,6 +85,8 @@ class FleetShape:
     """Where its engines' own count is at hand, it is asked for while so much of the fleet is reserved; 0 = always."""
     learns: bool = False
     """Estimates are corrected by what its engines have reported of others."""
+    media: MediaRule = USUAL
+    """What images, sounds and videos count, and whence they may come."""
     complete: bool = True
     """Every configured replica has told its capacity."""
 

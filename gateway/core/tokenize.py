@@ -45,7 +45,7 @@ def questions(request: GenerationRequest) -> list[Question] | None:
 
     None also for protocols that `/tokenize` does not speak.
     """
-    if any(isinstance(prompt, PromptText) and prompt.media_tokens for prompt in request.prompts):
+    if any(isinstance(prompt, PromptText) and not prompt.is_text_alone for prompt in request.prompts):
         return None
     if request.endpoint not in _ASKED or len(request.prompts) > PROMPTS_MAX:
         return None

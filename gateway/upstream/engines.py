@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from gateway.core.books import FleetConfig, ReplicaConfig
+from gateway.core.media import USUAL, MediaRule
 from gateway.core.request import INTEGER_MAX
 from gateway.core.route import FleetShape, PoolShape
 from gateway.upstream.api import Access, Trouble
@@ -43,6 +44,7 @@ class FleetPlan:
     """Name and guaranteed share in thousandths, highest first."""
     lease_ms: int
     heartbeat_ms: int
+    media: MediaRule = USUAL
 
 
 class WatchedEngines:
@@ -163,6 +165,7 @@ class WatchedEngines:
             exact_above=plan.exact_above,
             learns=plan.learns,
             speculative_tokens=plan.speculative_tokens,
+            media=plan.media,
             share_prompt_of_n=plan.share_prompt_of_n and not self._unshared,
             pools=tuple(_pool_shape(name, most, known[name]) for name, most in plan.pools if name in known),
             lanes=plan.lanes,

@@ -16,6 +16,7 @@ from gateway.call import Fleet
 from gateway.core.content import Share
 from gateway.core.events import CallEnded, Event
 from gateway.core.identity import Identity
+from gateway.core.media import USUAL, MediaRule
 from gateway.core.outcomes import Outcome
 from gateway.core.prompt import Text, literal_text, text_bytes
 from gateway.core.quota import ALL_FLEETS
@@ -227,12 +228,13 @@ async def gateway(
     now: Callable[[], float] | None = None,
     pass_through: Sequence[str] = (),
     unreserved_max: int = 64,
+    media: MediaRule = USUAL,
 ) -> AsyncIterator[World]:
     """`urls` and `blocks` (`num_gpu_blocks`, 1,001 by default) by replica; all replicas are of one pool, `short`."""
     name = f"fleet-{next(_fleet_numbers)}"
     facts: list[Event] = []
     replicas = Replicas(urls, blocks or {}, prefill_tokens)
-    engines = WatchedEngines(_plan(name, learns), replicas)  # type: ignore[arg-type]
+    engines = WatchedEngines(_plan(name, learns, media), replicas)  # type: ignore[arg-type]
     clock = {} if now is None else {"now": now}
     ledger = ValkeyLedger(
         store_url,
@@ -283,7 +285,7 @@ async def gateway(
         await upstream.close()
 
 
-def _plan(name: str, learns: bool) -> FleetPlan:
+def _plan(name: str, learns: bool, media: MediaRule) -> FleetPlan:
     return FleetPlan(
         name=name,
         model="demo",
@@ -294,6 +296,7 @@ def _plan(name: str, learns: bool) -> FleetPlan:
         exact_above=0.7,
         learns=learns,
         speculative_tokens=0,
+        media=media,
         share_prompt_of_n=False,
         safe_fraction=1.0,
         overtake_blocks=None,

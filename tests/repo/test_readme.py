@@ -64,6 +64,7 @@ SECTIONS = {
     "admin.": config.Admin,
     "log.": config.Log,
     "": config.Fleet,
+    "media.": config.Media,
     "limits.": config.Limits,
     "limits.all_fleets.": config.AllFleetsLimits,
 }

@@ -136,6 +136,12 @@ def test_a_replica_is_named_from_host_and_port(tmp_path: Path, url: str, stored:
     assert (replica.url, replica.name) == (stored, name)
 
 
+def test_hosts_of_media_are_compared_in_lower_case(tmp_path: Path) -> None:
+    content = with_(two_pools(), "fleets.0.media", {"hosts": ["Pics.Example", "[::1]"]})
+    assert loaded(tmp_path, content).fleets[0].media.hosts == ("pics.example", "[::1]")
+    assert loaded(tmp_path, two_pools()).fleets[0].media.hosts is None
+
+
 def test_every_pool_has_a_lane(tmp_path: Path) -> None:
     content = with_(two_pools(), "fleets.0.lanes", {"short": ["short", "long"]})
     assert loaded(tmp_path, content).fleets[0].lanes == {"short": ("short", "long"), "long": ("long",)}
@@ -270,6 +276,11 @@ def test_with_keys_in_the_store_no_file_is_needed(tmp_path: Path) -> None:
         ("fleets.0.tokenizer", {"chat_template": "a"}, "fleets[0].tokenizer.file: missing"),
         ("fleets.0.tokenizer", {"file": "a", "x": 1}, "fleets[0].tokenizer.x: unknown setting"),
         ("fleets.0.tokenizer", 7, "fleets[0].tokenizer: expected text or mapping or nothing, got 7"),
+        ("fleets.0.media", {"image": 1}, "fleets[0].media.image: unknown setting"),
+        ("fleets.0.media", {"image_tokens": -1}, "fleets[0].media.image_tokens: expected whole number >= 0"),
+        ("fleets.0.media", {"hosts": ["a", "b:80"]}, "fleets[0].media.hosts[1]: has to be a host alone"),
+        ("fleets.0.media", {"hosts": ["https://a"]}, "fleets[0].media.hosts[0]: has to be a host alone"),
+        ("fleets.0.media", {"hosts": ["a", "A"]}, "fleets[0].media.hosts[1]: host 'a' is already"),
         ("fleets.0.token_factor", 0.4, "fleets[0].token_factor: expected number >= 0.5"),
         ("fleets.0.max_output_tokens", 9, "fleets[0].default_output_tokens: 1024 is over max_output_tokens (9)"),
         ("fleets.0.aliases", ["x", "x"], "fleets[0].aliases[1]: alias 'x' is already"),

@@ -5,6 +5,7 @@ from typing import Any, cast
 import pytest
 
 from gateway.core.books import ReplicaConfig
+from gateway.core.media import MediaRule
 from gateway.core.route import PoolShape
 from gateway.upstream.api import Trouble
 from gateway.upstream.engines import FleetPlan, WatchedEngines, blocks_limit
@@ -76,6 +77,7 @@ def plan(**changes: Any) -> FleetPlan:
         "classes": (("normal", 200), ("low", 100)),
         "lease_ms": 6000,
         "heartbeat_ms": 1000,
+        "media": MediaRule(image_tokens=7),
     }
     return FleetPlan(**(fields | changes))
 
@@ -193,6 +195,7 @@ def test_the_plan_is_in_the_shape(watch: Watch) -> None:
     assert (shape.default_output_tokens, shape.max_output_tokens) == (1024, 99)
     assert (shape.token_factor, shape.exact_above, shape.learns) == (1.5, 0.6, True)
     assert (shape.speculative_tokens, shape.share_prompt_of_n) == (3, True)
+    assert shape.media == MediaRule(image_tokens=7)
     assert shape.lanes == {"short": ("short", "long"), "long": ("long",)}
     assert shape.pools == (), "no replica has answered yet"
 

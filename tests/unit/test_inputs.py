@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from gateway.core.blocks import inputs_blocks
 from gateway.core.estimate import Demand, token_bounds
 from gateway.core.inputs import PAIR_TOKENS
+from gateway.core.media import MEDIA_TOKENS
 from gateway.core.outcomes import Code, Refusal
-from gateway.core.prompt import ENDS_TOKENS, INPUTS_MAX, MEDIA_TOKENS, PromptText, PromptTokens
+from gateway.core.prompt import ENDS_TOKENS, INPUTS_MAX, PromptText, PromptTokens
 from gateway.core.request import Endpoint, GenerationRequest, forward, parse
 from gateway.core.route import FleetShape, KeyLimits, PoolShape, candidate_lanes, hopeless, route
 

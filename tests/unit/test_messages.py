@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gateway.core.media import MEDIA_TOKENS
 from gateway.core.messages import MessagesInspector, inspect_message
 from gateway.core.outcomes import Code, Refusal
-from gateway.core.prompt import MEDIA_TOKENS, MESSAGE_TOKENS, REPLY_TOKENS, TOOL_TOKENS, PromptText
+from gateway.core.prompt import MESSAGE_TOKENS, REPLY_TOKENS, TOOL_TOKENS, PromptText
 from gateway.core.request import Endpoint, GenerationRequest, forward, parse
 from gateway.core.sse import Failure, Usage
 

@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.core import body as bodies
+from gateway.core.media import MEDIA_TOKENS
 from gateway.core.outcomes import Code, Refusal
 from gateway.core.prompt import (
     ESCAPES_COUNTED_BYTES_MIN,
     LITERAL_BYTES_MAX,
     LITERAL_BYTES_MIN,
-    MEDIA_TOKENS,
     MESSAGE_TOKENS,
     NAME_TOKENS,
     PIECES_MAX,

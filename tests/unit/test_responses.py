@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gateway.core.media import MEDIA_TOKENS
 from gateway.core.outcomes import Code, Refusal
 from gateway.core.prompt import (
-    MEDIA_TOKENS,
     MESSAGE_TOKENS,
     REPLY_TOKENS,
     TOOL_TOKENS,

@@ -1,0 +1,158 @@
+"""Images, sounds and videos in a request: their kind, where they come from, and what a fleet counts for one.
+
+Their bytes say nothing of their tokens, so they are never counted as text.
+
+Source: `_parse_chat_message_content_mm_part` and `MediaConnector` of vLLM 0.32.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from gateway.core.body import Refused, shorten
+from gateway.core.outcomes import Code, Refusal
+
+MEDIA_TOKENS = 4096
+"""Of an image, audio or video part where the fleet has no rule of its own."""
+INLINE = "data:"
+"""In place of a host: the request holds the bytes themselves."""
+NO_HOST = ""
+"""In place of a host: a URL whose host two readers could read differently, or that has none (`file:`)."""
+_HOST_CHARS_SHOWN = 64
+
+_PLAIN_URL = re.compile(
+    r"https?://(?P<host>[a-z0-9._-]+|\[[0-9a-f:.]+\])(?::[0-9]{1,5})?(?:[/?#][!-\[\]-~]*)?", re.I
+)
+"""Without a login, a backslash, or anything but printable ASCII: what parsers of URLs disagree about."""
+
+
+class Kind(StrEnum):
+    IMAGE = "image"
+    AUDIO = "audio"
+    VIDEO = "video"
+    OTHER = "other"
+
+
+_KINDS = {
+    "image_url": Kind.IMAGE,
+    "input_image": Kind.IMAGE,
+    "image_pil": Kind.IMAGE,
+    "audio_url": Kind.AUDIO,
+    "input_audio": Kind.AUDIO,
+    "video_url": Kind.VIDEO,
+}
+"""By a part's type, or by the field that has it, in the order in which vLLM looks for one."""
+_ANTHROPICS = {"image": Kind.IMAGE, "computer_screenshot": Kind.IMAGE}
+_EMBEDS = frozenset({"image_embeds", "audio_embeds", "video_embeds", "prompt_embeds"})
+"""Tensors: how many tokens one is, is told by it alone."""
+_URLS = ("image_url", "audio_url", "video_url", "input_image", "file_url")
+_DATA = ("input_audio", "file_data")
+
+
+class Media(msgspec.Struct, frozen=True):
+    """What a prompt has of them."""
+
+    images: int = 0
+    audios: int = 0
+    videos: int = 0
+    others: int = 0
+    """Parts of a kind that is not known here."""
+
+    @property
+    def count(self) -> int:
+        return self.images + self.audios + self.videos + self.others
+
+
+NO_MEDIA = Media()
+Source = tuple[str, str]
+"""The field that names it, and the host that it is at, or INLINE, or NO_HOST."""
+
+
+class MediaRule(msgspec.Struct, frozen=True):
+    """What a fleet counts for each, and whence it takes them."""
+
+    image_tokens: int = MEDIA_TOKENS
+    audio_tokens: int = MEDIA_TOKENS
+    video_tokens: int = MEDIA_TOKENS
+    hosts: frozenset[str] | None = None
+    """Lower case; None = any.  An engine fetches what a URL names from where it stands."""
+    inline: bool = True
+    """Bytes in the request itself are taken."""
+
+    def tokens(self, media: Media) -> int:
+        """A part of an unknown kind counts as the dearest."""
+        dearest = max(self.image_tokens, self.audio_tokens, self.video_tokens)
+        return (
+            media.images * self.image_tokens
+            + media.audios * self.audio_tokens
+            + media.videos * self.video_tokens
+            + media.others * dearest
+        )
+
+    def refusal(self, sources: tuple[Source, ...], param: str) -> Refusal | None:
+        """Of the first one that is not taken; `param` is the field of the request that has them."""
+        for field, host in sources:
+            if host == INLINE:
+                if not self.inline:
+                    message = f"`{field}` holds the data itself; `media.inline` of the model is false."
+                    return Refusal(Code.INVALID_VALUE, message, param)
+            elif self.hosts is not None and host not in self.hosts:
+                return Refusal(Code.INVALID_VALUE, _not_allowed(field, host, len(self.hosts)), param)
+        return None
+
+
+USUAL = MediaRule()
+
+
+def kind_of(part: Mapping[str, Any]) -> Kind:
+    """Of a part that is no text, or not only.  Raises Refused for a tensor.
+
+    With a `uuid`, or without a type, the first field counts that holds media, whatever else there is.
+    """
+    type_ = str(part.get("type"))
+    by_type = _KINDS.get(type_) or _ANTHROPICS.get(type_)
+    is_by_type = by_type is not None and part.get("uuid") is None
+    embeds = type_ if type_ in _EMBEDS else next((name for name in part if name in _EMBEDS), None)
+    if embeds is not None and not is_by_type:
+        message = f"`{embeds}` is not accepted: its tokens cannot be counted before the engine has them."
+        raise Refused(Code.INVALID_VALUE, message, embeds)
+    if by_type is not None and is_by_type:
+        return by_type
+    by_field = next((kind for name, kind in _KINDS.items() if name in part), None)
+    return by_field or by_type or Kind.OTHER
+
+
+def sources_of(part: Mapping[str, Any]) -> Iterator[Source]:
+    """Whence a part has its data, by every field that may say so."""
+    for name in _URLS:
+        url = part.get(name)
+        url = url.get("url") if isinstance(url, dict) else url
+        if isinstance(url, str):
+            yield name, host_of(url)
+    for name in _DATA:
+        if part.get(name) is not None:
+            yield name, INLINE
+    source = part.get("source")
+    if isinstance(source, dict):
+        by_url = source.get("type") == "url"
+        yield "source", host_of(str(source.get("url", ""))) if by_url else INLINE
+
+
+def host_of(url: str) -> str:
+    """In lower case; INLINE for a `data:` URL, NO_HOST for one whose host is not certain."""
+    if url[: len(INLINE)].lower() == INLINE:
+        return INLINE
+    found = _PLAIN_URL.fullmatch(url)
+    return found["host"].lower() if found else NO_HOST
+
+
+def _not_allowed(field: str, host: str, count: int) -> str:
+    allowed = f"`media.hosts` of the model allows {count} hosts"
+    if host == NO_HOST:
+        return f"`{field}` has to be a data: URL, or a plain http(s) URL of an allowed host; {allowed}."
+    return (
+        f"`{field}` names the host {shorten(host[:_HOST_CHARS_SHOWN])}, which is not among them; {allowed}."
+    )
