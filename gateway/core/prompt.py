@@ -112,6 +112,26 @@ def read_chat(members: Members) -> tuple[Prompt, ...]:
     return _read_conversation(members, _Gathered(fixed_tokens=REPLY_TOKENS))
 
 
+def read_batch(members: Members) -> tuple[Prompt, ...]:
+    """First what the template shows in each of the conversations, tools and schemas, then these.  Raises Refused."""
+    member = members.get("messages")
+    if member is None or member.is_null:
+        raise Refused(Code.MISSING_FIELD, "`messages` is missing.", "messages")
+    try:
+        conversations = decode(member.view, "messages", _CONVERSATIONS)
+    except msgspec.ValidationError:
+        message = "`messages` must be a list of conversations, each a list of messages, each an object."
+        raise Refused(Code.INVALID_VALUE, message, "messages") from None
+    if not conversations:
+        raise Refused(Code.INVALID_VALUE, "`messages` has no conversation.", "messages")
+    if len(conversations) > PROMPTS_MAX:
+        message = f"`messages` has {len(conversations)} conversations; a call may have {PROMPTS_MAX}."
+        raise Refused(Code.TOO_MANY_SEQUENCES, message, "messages")
+    everywhere = _Gathered()
+    _read_tools(members, everywhere)
+    return everywhere.prompt(), *_read_each(conversations, member, "messages")
+
+
 def read_messages(members: Members) -> tuple[Prompt, ...]:
     """The same of Anthropic's: `system` stands beside the messages.  Raises Refused."""
     gathered = _Gathered(fixed_tokens=REPLY_TOKENS)
@@ -200,6 +220,12 @@ def _read_conversations(member: Member, name: str) -> tuple[Prompt, ...]:
             message = f"`{name}` must be a list of messages, or a list of such lists, each message an object."
             raise Refused(Code.INVALID_VALUE, message, name) from None
     check_inputs(len(conversations), name)
+    return _read_each(conversations, member, name)
+
+
+def _read_each(
+    conversations: list[list[dict[str, msgspec.Raw]]], member: Member, name: str
+) -> tuple[Prompt, ...]:
     _check_pieces(sum(map(len, conversations)), name)
     if not all(conversations):
         raise Refused(Code.INVALID_VALUE, f"`{name}` has a conversation without messages.", name)

@@ -22,7 +22,15 @@ from gateway.core.body import (
 from gateway.core.inputs import Inputs, Layout, read_embedded, read_reranked, read_scored
 from gateway.core.media import NO_HOST, MediaRule, Source
 from gateway.core.outcomes import Code, Refusal
-from gateway.core.prompt import Prompt, PromptText, read_chat, read_messages, read_prompts, read_response
+from gateway.core.prompt import (
+    Prompt,
+    PromptText,
+    read_batch,
+    read_chat,
+    read_messages,
+    read_prompts,
+    read_response,
+)
 
 INTEGER_MAX = 2**31 - 1
 """vLLM keeps these numbers in 32 bits."""
@@ -42,6 +50,7 @@ class Dialect(StrEnum):
 
 class Endpoint(StrEnum):
     CHAT = "/v1/chat/completions"
+    CHAT_BATCH = "/v1/chat/completions/batch"
     COMPLETIONS = "/v1/completions"
     MESSAGES = "/v1/messages"
     RESPONSES = "/v1/responses"
@@ -71,6 +80,7 @@ UNRESERVED = {
 """What an engine answers without a block: its tokenizer does."""
 LIMIT_FIELDS = {
     Endpoint.CHAT: ("max_completion_tokens", "max_tokens"),
+    Endpoint.CHAT_BATCH: ("max_completion_tokens", "max_tokens"),
     Endpoint.COMPLETIONS: ("max_tokens",),
     Endpoint.MESSAGES: ("max_tokens",),
     Endpoint.RESPONSES: ("max_output_tokens",),
@@ -133,7 +143,7 @@ class GenerationRequest(Request, frozen=True, kw_only=True):
     prompt_field: str
     """Where the prompts are; named in refusals."""
     layout: Layout | None = None
-    """How a call that generates nothing makes the engine's prompts of `prompts`."""
+    """How the engine's prompts are made of `prompts`, where each is not one of them."""
 
     @property
     def prompt_count(self) -> int:
@@ -239,16 +249,21 @@ def forward(request: GenerationRequest, output_limit: int, response_id: str = ""
 
 def _parse(endpoint: Endpoint, body: bytes, n_max: int) -> GenerationRequest:
     members = read_members(body)
-    stream = read_boolean(members, "stream")
+    is_batch = endpoint is Endpoint.CHAT_BATCH
+    stream = (
+        read_boolean(members, "stream") and not is_batch
+    )  # its answer is one document, however it is asked for
     usage = _read_stream_options(members, body) if stream else (False, None)
     limit_field, output_limit = _read_output_limit(members, endpoint)
     min_tokens = _read_min_tokens(members, limit_field, output_limit)
     per_prompt = _read_sequences(members, n_max)
     _check_the_rest(members, endpoint)
-    prompts = read_chat(members) if endpoint is Endpoint.CHAT else read_prompts(members)
-    if len(prompts) * per_prompt > SEQUENCES_MAX:
-        message = f"{len(prompts)} prompts of {per_prompt} sequences each; a call may have {SEQUENCES_MAX}."
-        raise Refused(Code.TOO_MANY_SEQUENCES, message, "n" if len(prompts) == 1 else "prompt")
+    prompts, layout = _PROMPTS[endpoint](members), Layout() if is_batch else None
+    count = layout.count(len(prompts)) if layout else len(prompts)
+    prompt_field = "prompt" if endpoint is Endpoint.COMPLETIONS else "messages"
+    if count * per_prompt > SEQUENCES_MAX:
+        message = f"{count} prompts of {per_prompt} sequences each; a call may have {SEQUENCES_MAX}."
+        raise Refused(Code.TOO_MANY_SEQUENCES, message, "n" if count == 1 else prompt_field)
     return GenerationRequest(
         path=endpoint.value,
         dialect=endpoint.dialect,
@@ -267,8 +282,16 @@ def _parse(endpoint: Endpoint, body: bytes, n_max: int) -> GenerationRequest:
         sequences_per_prompt=per_prompt,
         priority=read_integer(members, "priority", -INTEGER_MAX, INTEGER_MAX) or 0,
         prompts=prompts,
-        prompt_field="messages" if endpoint is Endpoint.CHAT else "prompt",
+        prompt_field=prompt_field,
+        layout=layout,
     )
+
+
+_PROMPTS = {
+    Endpoint.CHAT: read_chat,
+    Endpoint.CHAT_BATCH: read_batch,
+    Endpoint.COMPLETIONS: read_prompts,
+}
 
 
 def _parse_message(body: bytes) -> GenerationRequest:
@@ -460,7 +483,7 @@ def _check_the_rest(members: Members, endpoint: Endpoint) -> None:
     read_integer(members, "seed", SEED_MIN, SEED_MAX)
     read_integer(members, "top_logprobs", 0, INTEGER_MAX)
     is_flag = "logprobs" in members and members["logprobs"].raw in (b"true", b"false")
-    if not (is_flag and endpoint is Endpoint.CHAT):
+    if not (is_flag and endpoint is not Endpoint.COMPLETIONS):
         read_integer(members, "logprobs", 0, INTEGER_MAX)
 
 

@@ -66,6 +66,12 @@ class TokenizerCounter(ModelCounter):
         body = decode(request.body, "")
         if request.endpoint is Endpoint.CHAT:
             yield self._render(body)
+        elif (
+            request.endpoint is Endpoint.CHAT_BATCH
+        ):  # what all have in common is in each, and tools are not shown
+            yield "", 0
+            shared = {name: value for name, value in body.items() if name != "tools"}
+            yield from (self._render(shared | {"messages": messages}) for messages in body["messages"])
         elif request.endpoint is Endpoint.COMPLETIONS:
             given = body["prompt"]
             added = self._added if body.get("add_special_tokens", True) else 0

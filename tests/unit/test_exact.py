@@ -92,6 +92,19 @@ def test_it_counts_as_vllm_does(tokenizer: str, template: str, case: str, counts
     assert counts is None or found == counts
 
 
+async def test_each_conversation_of_a_batch_is_counted_as_a_chat(
+    folder: Path, threads: CountingThreads
+) -> None:
+    """vLLM shows no tools there; what all have in common is in each already."""
+    counter = with_template(folder, threads, "{% if tools %}{{ tools }}{% endif %}" + SHORT)
+    other = {"role": "user", "content": "hello there"}
+    batch = request_of(Endpoint.CHAT_BATCH, messages=[[USER], [USER, other]], tools=[{"type": "function"}])
+    alone = [await counter.count(chat(*messages)) for messages in ((USER,), (USER, other))]
+    found = await counter.count(batch)
+    assert found is not None
+    assert [batch.prompt_tokens(found)] == [[count for counts in alone for count in counts or ()]]
+
+
 # What cannot be told --------------------------------------------------------------------------------------------
 
 

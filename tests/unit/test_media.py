@@ -24,6 +24,8 @@ BY_URL = {"type": "image", "source": {"type": "url", "url": "https://pics.exampl
 
 def body_of(endpoint: Endpoint, part: Any) -> dict[str, Any]:
     messages = [{"role": "user", "content": [{"type": "text", "text": "look"}, part]}]
+    if endpoint is Endpoint.CHAT_BATCH:
+        return {"messages": [messages]}
     if endpoint is Endpoint.RESPONSES:
         return {"input": messages}
     if endpoint in (Endpoint.SCORE, Endpoint.SCORE_V1):
