@@ -194,6 +194,11 @@ class Relay(Receiver, Protocol):
         """Of a stream that has begun."""
         ...
 
+    @property
+    def rest_seconds(self) -> float | None:
+        """For which the engine asked to be left alone; None where it did not say."""
+        ...
+
     def report(self) -> None:
         """Tell what was not told yet: the call its tokens, telemetry the times between them."""
         ...

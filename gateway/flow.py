@@ -33,7 +33,7 @@ from gateway.ledger.api import Grant, Ledger, Reservation
 from gateway.steps import Begun
 from gateway.tokens.api import Counted, Counter
 from gateway.turns import Turns
-from gateway.upstream.api import Collected, Upstream, UpstreamFailed, UpstreamRequest
+from gateway.upstream.api import Collected, Trouble, Upstream, UpstreamFailed, UpstreamRequest
 
 COUNTED_AT_ONCE_BYTES_MAX = 1024
 """Below this, judging a call by its bytes costs as much as counting its tokens."""
@@ -46,6 +46,7 @@ takes longer than reading the configuration anew, the call asks anew: excluding 
 exclude all that there is, and nobody behind it in its flow would start.
 """
 NOBODY_ANSWERS = Refusal(Code.NO_BACKEND, "no replica of the model answers", retry_ms=1000)
+BUSY_STATUS = 429
 ATTEMPTS_MAX = 2
 """A second replica is tried once, while nothing was forwarded."""
 
@@ -299,7 +300,9 @@ class Flow:
                 prefill_over.cancel()
         call.advance(Event.ENDED)
         if call.status < 400:
-            call.fleet.engines.report_success(grant.replica)
+            engines.report_success(replica)
+        elif call.status == BUSY_STATUS:  # passed on as the engine's own, and it says how the engine is
+            engines.report_failure(replica, Trouble.BUSY, relay.rest_seconds)
         return None
 
     async def _exchange(self, request: UpstreamRequest, relay: Relay) -> None:
@@ -400,7 +403,7 @@ def _failed(call: Call, demand: Demand, grant: Grant, failed: UpstreamFailed) ->
     """Another replica, once, while nothing was forwarded; else the end."""
     call.tried.append(grant.replica)
     engines = call.fleet.engines
-    engines.report_failure(grant.replica, failed.trouble)
+    engines.report_failure(grant.replica, failed.trouble, failed.rest_seconds)
     gone = [*call.tried, *call.excluded]
     others = engines.another_can_hold(demand.lane, gone, demand.blocks, demand.sequences)
     return _moved_or_failed(call, failed, others)

@@ -19,6 +19,7 @@ from gateway.core.lifecycle import Event
 from gateway.core.messages import MessagesInspector, inspect_message
 from gateway.core.request import Dialect, Endpoint
 from gateway.core.responses import ResponsesInspector, inspect_response
+from gateway.core.rests import read_retry_after
 from gateway.core.sse import AnswerFacts, Failure, StreamInspector, inspect_answer
 from gateway.upstream.api import Headers, Trouble, UpstreamFailed
 
@@ -71,7 +72,7 @@ class AnswerRelay:
 
     __slots__ = (
         "_at_once", "_call", "_event_times", "_first_at", "_first_token", "_headers", "_held", "_observer",
-        "_own_headers", "_send", "_status", "_stream", "_writer",
+        "_own_headers", "_send", "_status", "_stream", "_writer", "rest_seconds",
     )  # fmt: skip
 
     def __init__(
@@ -98,6 +99,7 @@ class AnswerRelay:
         self._first_at = 0.0
         self._event_times: list[float] = []
         """From the last one that was reported on."""
+        self.rest_seconds: float | None = None
 
     @property
     def started(self) -> bool:
@@ -159,9 +161,12 @@ class AnswerRelay:
         return StreamInspector(drop_usage=not self._call.request.include_usage_asked)
 
     async def head(self, status: int, headers: Headers) -> None:
+        self.rest_seconds = read_retry_after(dict(headers).get(b"retry-after"), time.time())
         if status >= 500 and self._call.request.repeatable:
             trouble = Trouble.BUSY if status == 503 else Trouble.BROKEN
-            raise UpstreamFailed(f"the engine answered {status}", trouble=trouble)
+            raise UpstreamFailed(
+                f"the engine answered {status}", trouble=trouble, rest_seconds=self.rest_seconds
+            )
         self._status = status
         self._headers = list(headers)
         content_type = dict(headers).get(b"content-type", b"")

@@ -49,7 +49,7 @@ class Trouble(Enum):
     SLOW = auto()
     """No answer in time."""
     BUSY = auto()
-    """Its own queue is full: load, no fault."""
+    """Its own queue is full, or it says so of itself by 429 or 503: load, no fault."""
     ENDING = auto()
     """It ended the call by itself, as an engine does that shuts down."""
     BROKEN = auto()
@@ -65,6 +65,7 @@ class UpstreamFailed(Exception):
         timed_out: bool = False,
         connecting: bool = False,
         trouble: Trouble = Trouble.BROKEN,
+        rest_seconds: float | None = None,
     ) -> None:
         """`trouble` is told where it is neither of the other two."""
         super().__init__(detail)
@@ -75,6 +76,8 @@ class UpstreamFailed(Exception):
         self.connecting = connecting
         """True when nothing can have reached the engine."""
         self.trouble = Trouble.UNREACHABLE if connecting else Trouble.SLOW if timed_out else trouble
+        self.rest_seconds = rest_seconds
+        """For which a busy engine asks to be left alone; None where it does not say."""
 
 
 class Receiver(Protocol):
@@ -177,8 +180,8 @@ class Engines(Protocol):
         """Whether a replica of the lane answers, is large enough and was not tried yet."""
         ...
 
-    def report_failure(self, replica: str, trouble: Trouble) -> None:
-        """A call failed there."""
+    def report_failure(self, replica: str, trouble: Trouble, rest_seconds: float | None = None) -> None:
+        """A call failed there.  `rest_seconds`: for which a busy replica asks to be left alone, if it says."""
         ...
 
     def report_success(self, replica: str) -> None:

@@ -2,7 +2,8 @@
 
 It rests while it says that it is asleep or ending, while calls fail there one after the other, and while one that it
 left without an answer may still be in it.  What ends a rest is what the engine says of itself, or a trial: a call of
-one token that the watch sends.  Refusals of a client's own making, and of load, say nothing against a replica.
+one token that the watch sends.  Refusals of a client's own making say nothing against a replica, and those of load
+only that it is busy: it is left alone for a moment, or for as long as it asks for, and is no worse afterwards.
 """
 
 from enum import StrEnum
@@ -63,6 +64,9 @@ class Breaker:
         """Calls that the engine has ended by itself since it began."""
         self.doubtful = False
         """It may be ending: a trial has to tell."""
+        self._busy = False
+        self.asks_for_rest = False
+        """It is busy and said for how long: so it rests, whoever else is there."""
 
     @property
     def reasons(self) -> list[Why]:
@@ -72,6 +76,7 @@ class Breaker:
             Why.ENDING: self._ending,
             Why.FAILING: self._failures >= FAILURES_MAX,
             Why.SUSPECT: self._suspect,
+            Why.BUSY: self._busy,
         }
         return [why for why, holds in found.items() if holds]
 
@@ -85,9 +90,16 @@ class Breaker:
         """A call was answered, which did not begin before a rest."""
         self._failures = 0
 
-    def failed(self, trouble: Trouble) -> None:
-        """A call failed there."""
-        if trouble is Trouble.ENDING:
+    def rested(self) -> None:
+        """The time of a busy one is over."""
+        self._busy = self.asks_for_rest = False
+
+    def failed(self, trouble: Trouble, rest_seconds: float | None = None) -> None:
+        """A call failed there.  Whoever reports a busy one calls `rested` when its time is over."""
+        if trouble is Trouble.BUSY:
+            self._busy = True
+            self.asks_for_rest = self.asks_for_rest or rest_seconds is not None
+        elif trouble is Trouble.ENDING:
             self._ending = True
         elif trouble in (Trouble.BROKEN, Trouble.SLOW):
             self._failures += 1

@@ -128,8 +128,8 @@ class WatchedEngines:
             if state.spec.pool in pools and state.spec.name not in tried
         )
 
-    def report_failure(self, replica: str, trouble: Trouble) -> None:
-        self._watch.report_failure(replica, trouble)
+    def report_failure(self, replica: str, trouble: Trouble, rest_seconds: float | None = None) -> None:
+        self._watch.report_failure(replica, trouble, rest_seconds)
 
     def report_success(self, replica: str) -> None:
         self._watch.report_success(replica)

@@ -12,7 +12,7 @@ import msgspec
 
 from gateway.core.headers import pinned
 from gateway.core.lineage import Lineage
-from gateway.core.rests import Why
+from gateway.core.rests import Why, busy_seconds
 from gateway.upstream.api import Access, Trouble
 from gateway.upstream.breaker import TOLD_BY_CALLS, Breaker, Verdict, verdict_of
 from gateway.upstream.metrics_text import CacheConfig, EnginePage, read_page
@@ -25,6 +25,9 @@ PROBE_TIMEOUT_SECONDS = 1.0
 DISCOVERY_TIMEOUT_SECONDS = 5.0
 DISCOVERY_READINGS = 3
 """Two engines in turn show in three."""
+
+_OF_BLOCKS = ("num_gpu_blocks", "block_size")
+"""Where the operator and the engine differ on these somebody is wrong; a context is often made shorter on purpose."""
 
 MISSES_MAX = 2
 """Failed probes, or refused connections without a good probe between them, that take a replica out."""
@@ -204,16 +207,17 @@ def _context_of(spec: ReplicaSpec, models: frozenset[str], served: list[_Model])
 
 def _smaller(spec: ReplicaSpec, what: str, configured: int | None, stated: int | None) -> int:
     if configured is not None and stated is not None:
-        if configured > stated:
+        used = _lower(configured, stated)
+        if configured > stated or (configured < stated and what in _OF_BLOCKS):
             log.warning(
                 "replica %s: %s is configured as %d but the engine states %d; %d is used",
                 spec.name,
                 what,
                 configured,
                 stated,
-                stated,
+                used,
             )
-        return _lower(configured, stated)
+        return used
     known = configured if configured is not None else stated
     if known is None:
         raise Unusable(f"{spec.url} does not state its {what}: configure it for replica {spec.name}")
@@ -262,6 +266,8 @@ class _Replica:
         self.misses = 0
         self.refusals = 0
         self.lineage = Lineage()
+        self.blind = False
+        """Its metrics do not state how full it is."""
         self.up_since = 0.0
         self.backoff_seconds = BACKOFF_FIRST_SECONDS
         self.breaker = Breaker()
@@ -269,6 +275,8 @@ class _Replica:
         """Why it rests, as was told last."""
         self.tried = asyncio.Event()
         self.pause: asyncio.Future[None] | None = None
+        self.busy: asyncio.TimerHandle | None = None
+        """Ends its rest where it rests because it is busy."""
         self.task: asyncio.Task[None] | None = None
 
 
@@ -277,8 +285,8 @@ class FleetWatch:
 
     A replica is down after two failed probes, or at once after two connections in a row that it did not accept
     (`report_failure`).  It comes back with one good probe, and is asked anew what it has, because it may be
-    another process: one that serves another model stays down.  One that is up may rest (`breaker.py`).  An answer to
-    a call, 429 and 503 included, says nothing against a replica.  No error leaves the watch.
+    another process: one that serves another model stays down.  One that is up may rest (`breaker.py`).  No error leaves
+    the watch.
     """
 
     def __init__(
@@ -355,6 +363,7 @@ class FleetWatch:
         return replica
 
     def _end(self, replica: _Replica) -> None:
+        self._forget_busy(replica)
         if replica.task:
             replica.task.cancel()
             self._ended.add(replica.task)
@@ -400,13 +409,15 @@ class FleetWatch:
             for replica in self._replicas.values()
         ]
 
-    def report_failure(self, name: str, trouble: Trouble) -> None:
-        """A call failed at this replica."""
+    def report_failure(self, name: str, trouble: Trouble, rest_seconds: float | None = None) -> None:
+        """A call failed at this replica.  `rest_seconds`: for which a busy one asks to be left alone, if it says."""
         replica = self._replicas.get(name)
         if replica is None or not replica.up:
             return
         doubtful = replica.breaker.doubtful
-        replica.breaker.failed(trouble)
+        replica.breaker.failed(trouble, rest_seconds)
+        if trouble is Trouble.BUSY:
+            self._leave_alone(replica, busy_seconds(rest_seconds))
         if replica.breaker.doubtful and not doubtful:
             self._hurry(replica)
         self._reconsider(replica)
@@ -484,11 +495,11 @@ class FleetWatch:
         """Tell of a rest that began, or that is over.
 
         What calls met does not close the last replica of a pool: their clients hear of it sooner than of a queue that
-        nobody serves.
+        nobody serves.  One that says how long it wants to be left alone says when it will serve them.
         """
-        another = self._another_takes_calls(replica)
-        reasons = (why for why in replica.breaker.reasons if another or why not in TOLD_BY_CALLS)
-        why = next(reasons, None)
+        another, breaker = self._another_takes_calls(replica), replica.breaker
+        optional = TOLD_BY_CALLS if breaker.asks_for_rest else TOLD_BY_CALLS | {Why.BUSY}
+        why = next((why for why in breaker.reasons if another or why not in optional), None)
         if why == replica.why:
             return
         replica.why = why
@@ -500,6 +511,25 @@ class FleetWatch:
             replica.backoff_seconds = BACKOFF_FIRST_SECONDS
             log.info("replica %s may get calls again", replica.spec.name)
         self._tell(replica)
+
+    def _leave_alone(self, replica: _Replica, seconds: float) -> None:
+        """Of several times that it asked for the one that ends last counts."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + seconds
+        if replica.busy is not None and replica.busy.when() >= until:
+            return
+        self._forget_busy(replica)
+        replica.busy = loop.call_at(until, self._rested, replica)
+
+    def _forget_busy(self, replica: _Replica) -> None:
+        if replica.busy:
+            replica.busy.cancel()
+        replica.busy = None
+
+    def _rested(self, replica: _Replica) -> None:
+        replica.busy = None
+        replica.breaker.rested()
+        self._reconsider(replica)
 
     def _hurry(self, replica: _Replica) -> None:
         if replica.pause:
@@ -523,8 +553,19 @@ class FleetWatch:
         if page is None:
             return context.result()
         replica.breaker.saw(page.vitals)
+        self._note_sight(replica, page)
         several = self._several(replica, page)
         return several or context.result() or _other_blocks(replica.spec, shape, page)
+
+    def _note_sight(self, replica: _Replica, page: EnginePage) -> None:
+        """Said once: an engine of another release may give the figure a name that is not known here."""
+        blind = page.reading.kv_use is None
+        if blind and not replica.blind:
+            log.warning(
+                "replica %s does not state its KV use: calls that pass kvgate by cannot be seen",
+                replica.spec.name,
+            )
+        replica.blind = blind
 
     async def _get_health(self, spec: ReplicaSpec) -> None:
         """Raises Unusable."""
@@ -585,6 +626,7 @@ class FleetWatch:
         replica.misses = replica.refusals = 0
         replica.backoff_seconds = BACKOFF_FIRST_SECONDS
         replica.breaker, replica.why = Breaker(), None
+        self._forget_busy(replica)
         log.info(
             "replica %s is up: %d blocks of %d tokens, context %d",
             found.name,

@@ -331,7 +331,7 @@ async def test_what_happens_after_done_is_no_failure(store_url: str, after: Scri
 @pytest.mark.parametrize("status", [400, 401, 404, 413, 422, 429])
 @pytest.mark.parametrize("stream", [True, False])
 async def test_an_engines_own_refusal_is_relayed(store_url: str, status: int, stream: bool) -> None:
-    """Status and body as they came; no other replica is asked, and the replica is not reported."""
+    """Status and body as they came; no other replica is asked, and the replica is only reported where it is busy."""
     fault = Fault(plays(whole(status, TOO_LONG, extra="retry-after: 7\r\n")), Code.UPSTREAM_ERROR)
     async with with_a_healthy_second(store_url, fault) as (world, mock):
         visitor = await world.visit(chat(stream=stream))
@@ -339,7 +339,8 @@ async def test_an_engines_own_refusal_is_relayed(store_url: str, status: int, st
         assert visitor.header("content-type") == "application/json"
         assert visitor.header("content-length") == str(len(TOO_LONG))
         assert visitor.header("retry-after") == "7"
-        assert (world.replicas.failures, world.replicas.successes) == ([], [])
+        told = [("a", Trouble.BUSY)] if status == 429 else []
+        assert (world.replicas.failures, world.replicas.successes) == (told, [])
         assert mock.count(State.RECEIVED) == 0
         world.only_end()
         await world.quiet()

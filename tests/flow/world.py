@@ -86,7 +86,7 @@ class Replicas:
     def why_it_rests(self, name: str) -> None:
         return None
 
-    def report_failure(self, name: str, trouble: Trouble) -> None:
+    def report_failure(self, name: str, trouble: Trouble, rest_seconds: float | None = None) -> None:
         self.failures.append((name, trouble))
 
     def report_success(self, name: str) -> None:

@@ -226,12 +226,14 @@ async def test_configured_numbers_fill_in_what_is_not_stated() -> None:
         assert shape == ReplicaShape("a", "short", here.url, 10, 16, 100, 256, 16_384)
 
 
-async def test_a_configured_number_lowers_silently_and_never_raises(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_configured_number_lowers_and_never_raises(caplog: pytest.LogCaptureFixture) -> None:
     async with engine() as here:
         lower = await found(spec(here.url, num_gpu_blocks=100, block_size=16, max_model_len=1_000))
         assert isinstance(lower, ReplicaShape)
         assert (lower.num_gpu_blocks, lower.block_size, lower.max_model_len) == (100, 16, 1_000)
-        assert not caplog.records
+        assert len(caplog.records) == 2, "of a shorter context nothing is said"
+        assert "num_gpu_blocks is configured as 100 but the engine states 256; 100 is used" in caplog.text
+        caplog.clear()
         higher = await found(spec(here.url, num_gpu_blocks=1_000, block_size=64, max_model_len=9_999))
         assert isinstance(higher, ReplicaShape)
         assert (higher.num_gpu_blocks, higher.block_size, higher.max_model_len) == (256, 32, 4096)
@@ -882,6 +884,34 @@ async def test_a_suspect_rests_until_a_call_has_ended_there() -> None:
             assert watch.why_it_rests("a") is Why.SUSPECT
         a.show(running=3)
         await soon(lambda: watch.why_it_rests("a") is None)
+
+
+async def test_a_busy_one_rests_for_a_moment_beside_another() -> None:
+    """No trial is needed: time ends it.  The last one of a pool goes on."""
+    world = World()
+    async with two_of_a_pool(world) as (watch, a, b):
+        fail(watch, "a", Trouble.BUSY, 100)
+        assert watch.why_it_rests("a") is Why.BUSY
+        fail(watch, "b", Trouble.BUSY, 100)
+        assert watch.why_it_rests("b") is None
+        await soon(lambda: watch.why_it_rests("a") is None)
+        assert (a.trials, b.trials) == (0, 0)
+
+
+async def test_a_busy_one_rests_for_as_long_as_it_asks_for_whoever_else_is_there() -> None:
+    async with two_of_a_pool(World()) as (watch, a, b):
+        b.show(awake=0)
+        await soon(lambda: watch.why_it_rests("b") is Why.ASLEEP)
+        watch.report_failure("a", Trouble.BUSY, 50.0)
+        watch.report_failure("a", Trouble.BUSY, 2.0)
+        asked = len(a.asked)
+        await soon(lambda: len(a.asked) >= asked + 9)
+        assert watch.why_it_rests("a") is Why.BUSY
+        a.health = (503, b"")
+        await soon(lambda: not watch.is_up("a"))
+        a.health = (200, b"")
+        await soon(lambda: watch.is_up("a"))
+        assert watch.why_it_rests("a") is None, "another process may be there"
 
 
 async def test_another_process_has_done_nothing_wrong() -> None:

@@ -86,7 +86,7 @@ class Watch:
     def set(self, name: str, up: bool) -> None:
         self._down = self._down - {name} if up else self._down | {name}
 
-    def report_failure(self, name: str, trouble: Trouble) -> None:
+    def report_failure(self, name: str, trouble: Trouble, rest_seconds: float | None = None) -> None:
         """Only the world's own events take an engine out."""
 
     def report_success(self, name: str) -> None:

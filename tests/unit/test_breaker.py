@@ -3,8 +3,10 @@
 import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from gateway.core.rests import Why
+from gateway.core.rests import BUSY_SECONDS, BUSY_SECONDS_MAX, Why, busy_seconds, read_retry_after
 from gateway.upstream.api import Trouble
 from gateway.upstream.breaker import FAILURES_MAX, Breaker, Verdict, verdict_of
 from gateway.upstream.metrics_text import Vitals, read_page
@@ -47,10 +49,64 @@ def test_two_failures_in_a_row_are_looked_into() -> None:
     assert not breaker.doubtful
 
 
-@pytest.mark.parametrize("trouble", [Trouble.BUSY, Trouble.UNREACHABLE])
-def test_load_and_refused_connections_do_not(trouble: Trouble) -> None:
+def test_refused_connections_do_not() -> None:
     """Of these the watch takes care: a replica that takes no connection is down."""
-    assert why_of(failing(trouble, 100)) is None
+    assert why_of(failing(Trouble.UNREACHABLE, 100)) is None
+
+
+def test_load_never_opens_it() -> None:
+    """It is left alone until its time is over, and nothing is held against it then."""
+    breaker = failing(Trouble.BUSY, 100)
+    assert (why_of(breaker), breaker.wants_trial(True), breaker.asks_for_rest) == (Why.BUSY, False, False)
+    breaker.succeeded()
+    assert why_of(breaker) is Why.BUSY, "a call that began before"
+    breaker.rested()
+    assert why_of(breaker) is None
+    for _ in range(FAILURES_MAX - 1):
+        breaker.failed(Trouble.BROKEN)
+    assert why_of(breaker) is None
+
+
+def test_one_that_fails_is_not_healed_by_its_being_busy() -> None:
+    breaker = failing()
+    breaker.failed(Trouble.BUSY, 3.0)
+    assert breaker.asks_for_rest
+    assert breaker.reasons == [Why.FAILING, Why.BUSY]
+    breaker.rested()
+    assert (breaker.reasons, breaker.asks_for_rest) == ([Why.FAILING], False)
+
+
+NOW = 1_700_000_000.0
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [
+        (None, None),
+        (b"", None),
+        (b"soon", None),
+        (b"-1", None),
+        (b"1.5", None),
+        (b"0", 0.0),
+        (b" 7 ", 7.0),
+        (b"61", BUSY_SECONDS_MAX),
+        (b"9" * 5000, BUSY_SECONDS_MAX),
+        ("٣".encode(), None),
+        (b"Tue, 14 Nov 2023 22:13:30 GMT", 10.0),
+        (b"Tue, 14 Nov 2023 22:13:10 GMT", 0.0),
+        (b"Tue, 14 Nov 2033 22:13:20 GMT", BUSY_SECONDS_MAX),
+        (b"Tue, 99 Nov 2023 22:13:20 GMT", None),
+    ],
+)
+def test_what_an_engine_asks_for(value: bytes | None, seconds: float | None) -> None:
+    assert read_retry_after(value, NOW) == seconds
+
+
+@given(st.binary(max_size=60))
+def test_whatever_it_asks_for_is_bounded(value: bytes) -> None:
+    seconds = read_retry_after(value, NOW)
+    assert seconds is None or 0 <= seconds <= BUSY_SECONDS_MAX
+    assert BUSY_SECONDS <= busy_seconds(seconds) <= BUSY_SECONDS_MAX
 
 
 def test_only_a_good_trial_closes_it() -> None:

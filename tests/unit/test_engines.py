@@ -36,7 +36,7 @@ class Watch:
     def why_it_rests(self, name: str) -> str | None:
         return self.resting.get(name)
 
-    def report_failure(self, name: str, trouble: Trouble) -> None:
+    def report_failure(self, name: str, trouble: Trouble, rest_seconds: float | None = None) -> None:
         self.reports.append((name, trouble))
 
     def report_success(self, name: str) -> None:
