@@ -671,6 +671,7 @@ def _edge_settings(settings: Settings) -> EdgeSettings:
         n_max=settings.server.n_max,
         overload_status=settings.answers.overload_status,
         show_replica=settings.answers.show_replica,
+        keepalive_seconds=settings.answers.keepalive_seconds,
         classes={c.name: _class_terms(c) for c in settings.classes},
         default_class=settings.default_class,
         retry_share=settings.queue.retry_share,

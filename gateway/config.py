@@ -98,6 +98,9 @@ class Log(_Strict, frozen=True, kw_only=True):
     """Absolute once loaded."""
 
 
+KEEPALIVE_SECONDS_MIN, KEEPALIVE_SECONDS_MAX = 0.1, 3600.0
+
+
 class Answers(_Strict, frozen=True, kw_only=True):
     overload_status: int = 429
     show_replica: bool = True
@@ -1036,9 +1039,10 @@ def _check(settings: Settings) -> None:
     _one_of("log.level", settings.log.level, ("debug", "info", "warning", "error"))
     _one_of("log.format", settings.log.format, ("json", "text"))
     _one_of("answers.overload_status", settings.answers.overload_status, (429, 503, 529))
-    if settings.answers.keepalive_seconds != 0:
-        shown = settings.answers.keepalive_seconds
-        raise ConfigError("answers.keepalive_seconds", f"{shown:g} is not supported yet, only 0 (off)")
+    silence = settings.answers.keepalive_seconds
+    if silence and not KEEPALIVE_SECONDS_MIN <= silence <= KEEPALIVE_SECONDS_MAX:
+        bounds = f"{KEEPALIVE_SECONDS_MIN:g} to {KEEPALIVE_SECONDS_MAX:g}"
+        raise ConfigError("answers.keepalive_seconds", f"has to be 0 (off) or {bounds}, got {silence:g}")
     for path, access in _accesses(settings):
         _check_access(access, path)
     _check_pass_through(settings.routes.pass_through)

@@ -82,6 +82,21 @@ def error_event(refusal: Refusal, dialect: Dialect = Dialect.OPENAI) -> bytes:
     return b"data: " + envelope + b"\n\ndata: [DONE]\n\n"
 
 
+def late_error(status: int, body: bytes, dialect: Dialect) -> bytes:
+    """An engine's refusal as the end of a stream that was answered 200 before it: the error that its body has."""
+    try:
+        error = json.loads(body)["error"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        error = None
+    if not isinstance(error, dict):
+        return error_event(Refusal(Code.UPSTREAM_ERROR, f"the engine answered {status}"), dialect)
+    if dialect is Dialect.ANTHROPIC:
+        shown = json.dumps({"type": "error", "error": error}, separators=(",", ":"))
+        return b"event: error\ndata: " + shown.encode() + b"\n\n"
+    shown = json.dumps({"error": error}, separators=(",", ":"))
+    return b"data: " + shown.encode() + b"\n\ndata: [DONE]\n\n"
+
+
 def safe_request_id(raw: bytes | None, new: str) -> str:
     """The client's own request id if it is short and plain, else `new`."""
     if raw is None or not _REQUEST_ID.fullmatch(raw):

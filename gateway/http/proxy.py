@@ -49,6 +49,7 @@ from gateway.http.body import (
     read_body,
 )
 from gateway.http.errors import Answer, Send, answer_of, error_event, safe_request_id, send_answer
+from gateway.http.keepalive import KeepAlive
 from gateway.http.passages import Passages
 from gateway.http.relay import WRITER, AnswerCutOff, AnswerRelay, Writer
 from gateway.http.routes import Route, find_route
@@ -109,6 +110,8 @@ class EdgeSettings:
     """Paths that lead to an engine beside those that are known."""
     unreserved_max: int = 64
     """Calls that reserve nothing, under way at once."""
+    keepalive_seconds: float = 0
+    """The longest silence of a stream; 0: it may be silent until its first event."""
 
 
 class Calls:
@@ -211,6 +214,7 @@ class _Visit:
     model: str = ""
     key: Key | None = None
     reported: bool = False
+    alive: KeepAlive | None = None
 
 
 class Proxy:
@@ -442,6 +446,7 @@ class Proxy:
         client = _HttpClient(self, visit)
         self._calls.add(call)
         watch = _Watch(receive, call)
+        visit.alive = self._keep_alive(visit, call)
         try:
             await self._flow.serve(call, client)
         except AnswerCutOff:
@@ -451,8 +456,21 @@ class Proxy:
             await self._apologise(call, client)
         finally:
             watch.close()
+            if visit.alive:
+                visit.alive.close()
             self._calls.discard(call)
             self._report(visit, call)
+
+    def _keep_alive(self, visit: _Visit, call: Call) -> KeepAlive | None:
+        seconds = self._settings.keepalive_seconds
+        if not (seconds and call.request.stream and call.request.holds_blocks):
+            return None
+
+        def head() -> dict[str, Any]:
+            headers = [(b"content-type", b"text/event-stream; charset=utf-8"), *self.own_headers(call)]
+            return {"type": "http.response.start", "status": 200, "headers": headers}
+
+        return KeepAlive(call, seconds, head, visit.send, visit.writer)
 
     async def _apologise(self, call: Call, client: "_HttpClient") -> None:
         call.outcome, call.reason = Outcome.FAILED, Code.INTERNAL_ERROR
@@ -486,9 +504,8 @@ class Proxy:
         return headers
 
     def relay(self, visit: _Visit, call: Call, first_token: Callable[[], None]) -> AnswerRelay:
-        return AnswerRelay(
-            call, visit.send, visit.writer, self.own_headers(call), first_token, self._observer
-        )
+        headers = self.own_headers(call)
+        return AnswerRelay(call, visit.send, visit.writer, headers, first_token, self._observer, visit.alive)
 
     async def refuse(self, visit: _Visit, call: Call, refusal: Refusal) -> None:
         answer = self._answer(visit, refusal)
@@ -496,7 +513,10 @@ class Proxy:
         if visit.key and refusal.retry_ms is not None and not call.place_only:
             self._retries.invite(visit.key.name, call.retry_count + 1, _now_ms())
             self._appointments.make(visit.key.name, _now_ms() + (answer.retry_ms or refusal.retry_ms))
-        await _last_write(send_answer(visit.send, answer, call.request_id, close=False))
+        if visit.alive and await visit.alive.take_over():
+            event = error_event(refusal, call.request.dialect)
+            return await _last_write(visit.send({"type": "http.response.body", "body": event}))
+        return await _last_write(send_answer(visit.send, answer, call.request_id, close=False))
 
     # -- the report ----------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from gateway.core.request import Dialect, Endpoint
 from gateway.core.responses import ResponsesInspector, inspect_response
 from gateway.core.rests import read_retry_after
 from gateway.core.sse import AnswerFacts, Failure, StreamInspector, inspect_answer
+from gateway.http.errors import late_error
 from gateway.upstream.api import Headers, Trouble, UpstreamFailed
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -67,12 +68,20 @@ class Writer(Protocol):
         ...
 
 
+class Opening(Protocol):
+    """Who may have begun the client's answer before there was one of an engine."""
+
+    async def take_over(self) -> bool:
+        """From now on the answer is the relay's; whether its head was sent, with status 200."""
+        ...
+
+
 class AnswerRelay:
     """Implements `Relay` for one attempt."""
 
     __slots__ = (
         "_at_once", "_call", "_event_times", "_first_at", "_first_token", "_headers", "_held", "_observer",
-        "_own_headers", "_send", "_status", "_stream", "_writer", "rest_seconds",
+        "_opening", "_own_headers", "_send", "_status", "_stream", "_writer", "rest_seconds",
     )  # fmt: skip
 
     def __init__(
@@ -83,6 +92,7 @@ class AnswerRelay:
         own_headers: Headers,
         first_token: Callable[[], None],
         observer: Observer,
+        opening: Opening | None = None,
     ) -> None:
         self._call = call
         self._send = send
@@ -90,6 +100,7 @@ class AnswerRelay:
         self._own_headers = own_headers
         self._first_token = first_token
         self._observer = observer
+        self._opening = opening
         self._status = 0
         self._headers: list[tuple[bytes, bytes]] = []
         self._stream: StreamInspector | None = None
@@ -242,6 +253,8 @@ class AnswerRelay:
                 facts.usage and not self._call.generation.endpoint.generates
             ):  # of scores no output is told at all
                 self._call.usage = msgspec.structs.replace(facts.usage, completion_tokens=0)
+        if self._opening and await self._opening.take_over():
+            return await self._finish_late(body)
         self._headers.append((b"content-length", b"%d" % len(body)))
         await self._begin()
         await self._write({"type": "http.response.body", "body": body})
@@ -254,9 +267,23 @@ class AnswerRelay:
         if data:
             await self._write({"type": "http.response.body", "body": data, "more_body": True})
 
-    async def _begin(self) -> None:
+    async def _finish_late(self, body: bytes) -> None:
+        """The client was told 200 for a stream, and the engine has another answer: an error is told by an event."""
+        if self._status < 400:
+            raise UpstreamFailed("the engine's answer to a stream is none")
         self._call.status = self._status
         self._call.advance(Event.FORWARDED)
+        event = late_error(self._status, body, self._call.request.dialect)
+        await self._write({"type": "http.response.body", "body": event})
+
+    async def _begin(self) -> None:
+        begun = self._opening is not None and await self._opening.take_over()
+        if begun and self._stream is None:
+            raise UpstreamFailed("the engine's answer to a stream is none, and long")
+        self._call.status = self._status
+        self._call.advance(Event.FORWARDED)
+        if begun:
+            return
         headers = [*self._headers, *self._own_headers]
         await self._write({"type": "http.response.start", "status": self._status, "headers": headers})
 

@@ -83,6 +83,7 @@ class Scene:
     async def healthy_calls_fit(self) -> None:
         """All ten at a time: the engine stands still until it has them."""
         self.mock.reset()
+        await soon(self.gateway.takes_calls, "the engine does not rest any more")
         await asyncio.to_thread(self.mock.change, "pause")
         request = post(self.gateway.key, completion(PROMPT_TOKENS, OUTPUT_TOKENS, output_tokens=1))
         calls = [asyncio.create_task(ask(self.gateway.url, request)) for _ in range(PLACES)]

@@ -257,7 +257,7 @@ def test_with_keys_in_the_store_no_file_is_needed(tmp_path: Path) -> None:
         ("store.url", "redis://h/zero", "store.url: has to be redis://host:port/number"),
         ("store.url", "redis://h?ssl=1", "store.url: may have no parameter but db"),
         ("answers.overload_status", 500, "answers.overload_status: has to be one of 429, 503, 529, got 500"),
-        ("answers.keepalive_seconds", 15, "answers.keepalive_seconds: 15 is not supported yet, only 0 (off)"),
+        ("answers.keepalive_seconds", 0.05, "answers.keepalive_seconds: has to be 0 (off) or 0.1 to 3600, got 0.05"),
         ("log.level", "loud", "log.level: has to be one of debug, info, warning, error, got 'loud'"),
         ("upstream.ca_file", "none.pem", "upstream.ca_file: no such file"),
         ("upstream.client_cert_file", "none.pem", "upstream.client_cert_file: no such file"),
