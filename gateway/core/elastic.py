@@ -30,6 +30,8 @@ POINTS = len(HORIZONS) * len(TILTS)
 GROWTH_TOKENS_MIN = 64
 GROWTH_PART = 8
 """A call grows by this part of what it has written, at least by GROWTH_TOKENS_MIN: few messages, little held early."""
+EXPONENT_MAX = 30
+"""From there on `1 - share` is nothing beside `share x e^exponent`, and leaving it out errs on the safe side."""
 _PACKED = struct.Struct(f">{POINTS}I")
 
 Path = tuple[int, ...]
@@ -85,8 +87,9 @@ def _point(blocks: int, share: float, theta: float) -> int:
     if share >= 1:
         return blocks * SCALE
     exponent = theta * blocks
-    if exponent > 30:
-        bandwidth = max(0.0, blocks + math.log(share) / theta)
+    if exponent > EXPONENT_MAX:
+        beyond = exponent + math.log(share)
+        bandwidth = (max(beyond, 0.0) + math.log1p(math.exp(-abs(beyond)))) / theta
     else:
         bandwidth = math.log1p(share * math.expm1(exponent)) / theta
     return min(math.ceil(bandwidth * SCALE), blocks * SCALE)

@@ -23,8 +23,12 @@ HALF = 2
 ENTRIES_MAX = 1000
 """Then what was seen of a bucket counts half: what calls write changes."""
 HAZARD_MAX = 0.98
-SURPRISE_DECAY = 0.99
-SURPRISE_SIGMAS = 4
+SURPRISE_DECAY = 0.98
+"""Of what was seen before, with each end that was expected: passages that say nothing let nothing fade."""
+SURPRISE_SIGMAS = 3.5
+SURPRISE_ENDS = 4
+"""Both are what Bernstein's inequality asks for a chance of 6 in a million; the variance of the average is half of the
+average of the variances."""
 SURPRISE_LEFT = 10
 """After a surprise the counts are divided by it, which is nearly back to knowing nothing."""
 
@@ -74,6 +78,13 @@ class Lengths:
             self.exits[bucket] = max(self.exits[bucket] + left, 0)
         self._logs = None
 
+    def divide(self, buckets: Iterable[int], by: int) -> None:
+        """What was seen of these buckets counts that much less."""
+        for bucket in buckets:
+            self.entries[bucket] //= by
+            self.exits[bucket] //= by
+        self._logs = None
+
     def replace(self, rows: Iterable[tuple[int, int, int]]) -> None:
         """All that is known: bucket, entries, exits."""
         self.entries, self.exits = [0] * BUCKETS, [0] * BUCKETS
@@ -84,6 +95,51 @@ class Lengths:
 
 News = Mapping[int, tuple[int, int]]
 """By bucket what came to its entries and exits, in halves."""
+
+
+@dataclass(slots=True)
+class Surprise:
+    """How many more calls go on writing than was expected of them, lately: sums that fade with every expected end.
+
+    Only calls that have left a bucket count, by ending in it or by reaching the next one: those still in it may end.
+    """
+
+    missing: float = 0.0
+    """Ends that were expected and did not come; below 0 where more ended than expected."""
+    variance: float = 0.0
+    """Of that, if what is expected is true."""
+
+    def observe(self, calls: float, ended: float, hazard: float) -> None:
+        """So many calls left a bucket, of which so many ended there, where the part `hazard` was expected to.
+
+        As if they had come one by one, the ended ones spread evenly among them.
+        """
+        expected = calls * hazard
+        kept, fading = SURPRISE_DECAY**expected, -expected * math.log(SURPRISE_DECAY)
+        weight = (1 - kept) / fading if fading > 1e-9 else 1.0
+        self.missing = self.missing * kept + weight * (expected - ended)
+        self.variance = self.variance * kept + weight * expected * (1 - hazard)
+
+    @property
+    def alarming(self) -> bool:
+        return self.missing > SURPRISE_SIGMAS * math.sqrt(self.variance) + SURPRISE_ENDS
+
+
+def merge(known: Lengths, surprise: Surprise, news: News) -> bool:
+    """What the store does with the news of a gateway, of one kind of call.  True where it was surprised.
+
+    News are judged by what was known before them.  A surprise leaves little of what was known and forgets itself.
+    """
+    for bucket in range(BUCKETS - 1):
+        ended, went_on = news.get(bucket, (0, 0))[1], news.get(bucket + 1, (0, 0))[0]
+        surprise.observe((ended + max(went_on, 0)) / HALF, ended / HALF, known.hazard(bucket))
+    known.add(news)
+    surprised = surprise.alarming
+    if surprised:
+        known.divide(range(BUCKETS), SURPRISE_LEFT)
+        surprise.missing = surprise.variance = 0.0
+    known.divide([bucket for bucket in news if known.entries[bucket] > ENTRIES_MAX * HALF], 2)
+    return surprised
 
 
 class Watched:

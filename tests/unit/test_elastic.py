@@ -1,0 +1,261 @@
+"""The elastic rule: paths are bounds, bounds hold, and what was added can be taken away."""
+
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.core import elastic
+from gateway.core.elastic import (
+    EPS,
+    GROWTH_PART,
+    GROWTH_TOKENS_MIN,
+    HORIZONS,
+    POINTS,
+    SCALE,
+    TILTS,
+    base_of,
+    blocks_at,
+    bound_holds,
+    flat,
+    margins,
+    next_growth,
+    pack,
+    path_of,
+    unpack,
+)
+
+BLOCK_SIZE = 16
+
+
+@st.composite
+def survivals(draw: st.DrawFn) -> Callable[[int], float]:
+    """Of any shape: certain up to somewhere, then falling fast or slowly, perhaps to nothing."""
+    certain, mean = draw(st.integers(0, 5000)), draw(st.floats(1, 20_000))
+    end = draw(st.integers(1, 40_000))
+    return lambda written: (
+        1.0 if written <= certain else math.exp((certain - written) / mean) * (written < end)
+    )
+
+
+PROMPTS = st.integers(1, 100_000)
+OUTPUTS = st.integers(1, 40_000)
+BASES = st.sampled_from([base_of(1 << power) for power in range(20)])
+SHARES = st.one_of(st.floats(0, 1), st.floats(1e-320, 1e-3), st.floats(0.999, 1))
+
+
+def at(path: elastic.Path, horizon: int) -> tuple[int, ...]:
+    number = HORIZONS.index(horizon) * len(TILTS)
+    return path[number : number + len(TILTS)]
+
+
+# -- growth -----------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 40_000), OUTPUTS)
+def test_a_call_grows_by_a_part_of_what_it_has_and_never_over_its_limit(written: int, limit: int) -> None:
+    grown = next_growth(min(written, limit), limit)
+    assert grown <= limit
+    step = max(GROWTH_TOKENS_MIN, min(written, limit) // GROWTH_PART)
+    assert grown == limit or grown == min(written, limit) + step
+
+
+def test_a_long_call_grows_few_times() -> None:
+    written, steps = 0, 0
+    while written < 16_384:
+        written, steps = next_growth(written, 16_384), steps + 1
+    assert steps == 38  # to 512 by 64 each, then by an eighth
+
+
+@pytest.mark.parametrize(
+    ("prompt", "written", "ahead", "blocks"),
+    [(1, 0, 0, 1), (16, 1, 0, 1), (16, 2, 0, 2), (33, 8127, 0, 510), (33, 8129, 0, 511), (16, 1, 5, 2)],
+)
+def test_the_last_token_is_not_stored(prompt: int, written: int, ahead: int, blocks: int) -> None:
+    assert blocks_at(prompt, written, BLOCK_SIZE, ahead) == blocks
+
+
+# -- one path ---------------------------------------------------------------------------------------------------------
+
+
+@given(PROMPTS, OUTPUTS, st.integers(0, 40_000), survivals(), BASES, st.integers(0, 8))
+def test_a_path_is_never_above_the_whole_demand(
+    prompt: int, limit: int, written: int, survival: Callable[[int], float], base: int, ahead: int
+) -> None:
+    path = path_of(prompt, limit, min(written, limit), survival, BLOCK_SIZE, base, ahead)
+    demand = blocks_at(prompt, limit, BLOCK_SIZE, ahead) * SCALE
+    assert len(path) == POINTS
+    assert all(0 <= point <= demand for point in path)
+
+
+@given(PROMPTS, OUTPUTS, st.integers(0, 40_000), BASES)
+def test_who_knows_nothing_holds_what_a_call_may_need_until_it_may_not_write_any_more(
+    prompt: int, limit: int, written: int, base: int
+) -> None:
+    written = min(written, limit)
+    path = path_of(prompt, limit, written, lambda _: 1.0, BLOCK_SIZE, base)
+    grown = next_growth(written, limit)
+    for horizon in HORIZONS:
+        blocks = blocks_at(prompt, min(grown + horizon, limit), BLOCK_SIZE, 0)
+        assert set(at(path, horizon)) == {0 if written + horizon >= limit else blocks * SCALE}
+
+
+@given(PROMPTS, OUTPUTS, st.integers(0, 40_000), survivals(), BASES)
+def test_a_path_is_nothing_beyond_the_limit(
+    prompt: int, limit: int, written: int, survival: Callable[[int], float], base: int
+) -> None:
+    written = min(written, limit)
+    path = path_of(prompt, limit, written, survival, BLOCK_SIZE, base)
+    for horizon in HORIZONS:
+        assert written + horizon < limit or set(at(path, horizon)) == {0}
+
+
+@given(
+    SHARES,
+    SHARES,
+    st.integers(1, 10_000),
+    st.sampled_from([t / b for t in TILTS for b in (1, 64, 8192, 1 << 20)]),
+)
+def test_a_likelier_call_counts_for_more(one: float, other: float, blocks: int, theta: float) -> None:
+    low, high = sorted((one, other))
+    assert elastic._point(blocks, low, theta) <= elastic._point(blocks, high, theta)
+
+
+@given(
+    SHARES, st.integers(1, 10_000), st.sampled_from([t / b for t in TILTS for b in (1, 64, 8192, 1 << 20)])
+)
+def test_a_point_is_between_what_is_expected_and_all_of_it(share: float, blocks: int, theta: float) -> None:
+    point = elastic._point(blocks, share, theta)
+    assert math.ceil(blocks * SCALE * share * (1 - 1e-9)) <= point <= blocks * SCALE
+
+
+@given(st.floats(-60, 0), st.floats(0.1, 60))
+def test_a_point_is_the_effective_bandwidth_rounded_up(log_share: float, exponent: float) -> None:
+    """Also where one of its two terms is far above the other: a rare call that is large beside theta."""
+    blocks = 1000
+    theta = exponent / blocks
+    point = elastic._point(blocks, math.exp(log_share), theta) / SCALE
+    mean = 1 - math.exp(log_share) + math.exp(log_share + exponent)
+    exact = math.log(mean) / theta if exponent > 1e-2 else 0.0
+    assert exact * (1 - 1e-9) - 1e-6 <= point <= exact + 1.01 / SCALE + 1e-6
+
+
+def test_a_dead_share_and_a_dead_survival_do_not_break_it() -> None:
+    assert elastic._point(10, 0.0, 0.1) == 0
+    path = path_of(100, 20_000, 5000, lambda written: float(written == 0), BLOCK_SIZE, 1024)
+    assert path == (0,) * POINTS
+
+
+# -- many paths -------------------------------------------------------------------------------------------------------
+
+
+def tail(calls: list[tuple[int, float]], limit: int) -> float:
+    """The exact chance that calls that hold so many blocks, each with its chance, hold more than `limit` in all."""
+    chances = {0: 1.0}
+    for blocks, share in calls:
+        after: dict[int, float] = {}
+        for held, chance in chances.items():
+            after[held] = after.get(held, 0.0) + chance * (1 - share)
+            grown = min(held + blocks, limit + 1)
+            after[grown] = after.get(grown, 0.0) + chance * share
+        chances = after
+    return sum(chance for held, chance in chances.items() if held > limit)
+
+
+def some_calls(chance: random.Random) -> list[tuple[int, float]]:
+    """Many small ones, some that fill a large part of the replica, of all likelihoods."""
+    likely = chance.choice([0.02, 0.2, 0.5, 0.95])
+    most = chance.choice([3, 30, 300])
+    return [
+        (chance.randint(1, most), min(1.0, likely * chance.uniform(0.2, 1.8)))
+        for _ in range(chance.randint(1, 60))
+    ]
+
+
+def sums_of(calls: list[tuple[int, float]], base: int) -> list[int]:
+    """As if at every horizon."""
+    points = [sum(elastic._point(blocks, share, tilt / base) for blocks, share in calls) for tilt in TILTS]
+    return points * len(HORIZONS)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_where_the_bound_holds_the_blocks_run_out_rarely(seed: int) -> None:
+    """Exactly, by convolution, at the smallest limit at which the rule takes the last call."""
+    chance = random.Random(seed)
+    calls, assured = some_calls(chance), chance.choice([0, 0, 17])
+    largest = sum(blocks for blocks, _ in calls) + assured
+    nothing, limit = (0,) * POINTS, assured + 1
+    sums = sums_of(calls, base := base_of(largest))
+    while not bound_holds(sums, nothing, assured, limit, base):
+        limit += 1
+    if limit <= largest:  # else it cannot happen at all
+        assert tail(calls, limit - assured) <= EPS
+
+
+def test_what_many_calls_need_is_far_below_the_sum_of_their_demands() -> None:
+    """The rule is of use: 500 calls that are half gone by then need little more than half of their blocks."""
+    calls, base = [(10, 0.5)] * 500, base_of(3000)
+    nothing = (0,) * POINTS
+    assert bound_holds(sums_of(calls, base), nothing, 0, 3000, base)
+    assert not bound_holds(sums_of(calls, base), nothing, 0, 2500, base)
+
+
+@pytest.mark.parametrize("over", range(POINTS // len(TILTS)))
+def test_one_horizon_without_room_refuses_and_one_tilt_is_enough(over: int) -> None:
+    base, limit = 1024, 1000
+    room = [limit * SCALE - beside for beside in margins(base)]
+    full = room * len(HORIZONS)
+    nothing = (0,) * POINTS
+    assert bound_holds(full, nothing, 0, limit, base)
+    first = over * len(TILTS)
+    too_much = [point + (first <= number < first + len(TILTS)) for number, point in enumerate(full)]
+    assert not bound_holds(too_much, nothing, 0, limit, base)
+    one_tilt = [10**9] * POINTS
+    one_tilt[over % len(TILTS) :: len(TILTS)] = full[over % len(TILTS) :: len(TILTS)]
+    assert bound_holds(one_tilt, nothing, 0, limit, base)
+
+
+@given(st.integers(0, 900), st.integers(0, 900), st.integers(1, 2000))
+def test_calls_in_full_count_at_every_horizon(assured: int, blocks: int, limit: int) -> None:
+    """As `assured`, as a flat path there, or as the flat path of who asks."""
+    nothing, base = (0,) * POINTS, 1024
+    answers = {
+        bound_holds(nothing, flat(blocks), assured, limit, base),
+        bound_holds(flat(blocks), nothing, assured, limit, base),
+        bound_holds(nothing, nothing, assured + blocks, limit, base),
+        bound_holds(flat(assured), flat(blocks), 0, limit, base),
+    }
+    assert len(answers) == 1
+
+
+@given(st.data(), survivals(), BASES)
+def test_what_was_added_is_taken_away_to_the_last_unit(
+    data: st.DataObject, survival: Callable[[int], float], base: int
+) -> None:
+    """In any order, and after any growth: sums are of integers."""
+    calls = data.draw(st.lists(st.tuples(PROMPTS, OUTPUTS, st.integers(0, 40_000)), max_size=8))
+    paths = [path_of(p, m, min(t, m), survival, BLOCK_SIZE, base) for p, m, t in calls]
+    sums = [0] * POINTS
+    for path in paths:
+        sums = [total + point for total, point in zip(sums, path, strict=True)]
+    for path in data.draw(st.permutations(paths)):
+        sums = [total - point for total, point in zip(sums, unpack(pack(path)), strict=True)]
+    assert sums == [0] * POINTS
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), min_size=POINTS, max_size=POINTS))
+def test_packed_is_read_as_it_was_written(points: list[int]) -> None:
+    packed = pack(tuple(points))
+    assert len(packed) == 4 * POINTS
+    assert unpack(packed) == tuple(points)
+    assert int.from_bytes(packed[:4], "big") == points[0]
+
+
+@given(st.integers(0, 10**7))
+def test_the_size_that_thetas_are_made_for_is_a_power_of_two_close_by(blocks: int) -> None:
+    base = base_of(blocks)
+    assert base.bit_count() == 1
+    assert blocks <= 1 or 0.7 < base / blocks < 1.42
