@@ -115,8 +115,8 @@ class Surprise:
         As if they had come one by one, the ended ones spread evenly among them.
         """
         expected = calls * hazard
-        kept, fading = SURPRISE_DECAY**expected, -expected * math.log(SURPRISE_DECAY)
-        weight = (1 - kept) / fading if fading > 1e-9 else 1.0
+        fading = -expected * math.log(SURPRISE_DECAY)
+        kept, weight = math.exp(-fading), -math.expm1(-fading) / fading if fading > 0 else 1.0
         self.missing = self.missing * kept + weight * (expected - ended)
         self.variance = self.variance * kept + weight * expected * (1 - hazard)
 

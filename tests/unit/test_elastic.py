@@ -113,6 +113,13 @@ def test_a_path_is_nothing_beyond_the_limit(
         assert written + horizon < limit or set(at(path, horizon)) == {0}
 
 
+@pytest.mark.parametrize("horizon", HORIZONS)
+def test_who_reaches_the_limit_at_a_horizon_is_gone_by_then(horizon: int) -> None:
+    for limit, there in ((horizon + 100, False), (horizon + 101, True)):
+        path = path_of(50, limit, 100, lambda _: 1.0, BLOCK_SIZE, 1024)
+        assert any(at(path, horizon)) == there
+
+
 @given(
     SHARES,
     SHARES,
@@ -129,7 +136,7 @@ def test_a_likelier_call_counts_for_more(one: float, other: float, blocks: int, 
 )
 def test_a_point_is_between_what_is_expected_and_all_of_it(share: float, blocks: int, theta: float) -> None:
     point = elastic._point(blocks, share, theta)
-    assert math.ceil(blocks * SCALE * share * (1 - 1e-9)) <= point <= blocks * SCALE
+    assert blocks * SCALE * share * (1 - 1e-9) - 1e-9 <= point <= blocks * SCALE
 
 
 @given(st.floats(-60, 0), st.floats(0.1, 60))
