@@ -50,6 +50,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         step_base_ms=args.step_base_ms,
         step_prefill_us=args.step_prefill_us,
         step_running_us=args.step_running_us,
+        step_kv_us=args.step_kv_us,
         enable_prefix_caching=args.enable_prefix_caching,
         scheduling_policy=args.scheduling_policy,
         watermark=args.watermark,
@@ -88,6 +89,7 @@ def _add_mock_arguments(group: "argparse._ArgumentGroup") -> None:
         "--step-prefill-us", type=float, default=_DEFAULT.step_prefill_us, help="per prefill token"
     )
     group.add_argument("--step-running-us", type=float, default=_DEFAULT.step_running_us, help="per sequence")
+    group.add_argument("--step-kv-us", type=float, default=_DEFAULT.step_kv_us, help="per stored token")
     group.add_argument(
         "--speed", type=float, default=1.0, help="divides step times; inf = no time (default 1)"
     )

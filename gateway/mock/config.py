@@ -14,6 +14,7 @@ _AT_LEAST_ZERO = (
     "step_base_ms",
     "step_prefill_us",
     "step_running_us",
+    "step_kv_us",
     "watermark",
     "long_prefill_token_threshold",
     "max_num_queued_reqs",
@@ -23,7 +24,7 @@ _AT_LEAST_ZERO = (
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Sizes of one engine (names as vLLM's options) and its step time: base + prefill tokens + sequences."""
+    """Sizes of one engine (names as vLLM's options) and its step time: base + prefill tokens + sequences + stored KV."""
 
     model: str = "demo"
     blocks: int = 4096
@@ -37,6 +38,8 @@ class EngineConfig:
     """Per prefill token in the step."""
     step_running_us: float = 50.0
     """Per sequence in the step."""
+    step_kv_us: float = 0.0
+    """Per token whose KV the step's sequences have stored at its end: reading it takes time."""
     enable_prefix_caching: bool = True
     scheduling_policy: str = "fcfs"
     """"fcfs" or "priority"."""

@@ -313,6 +313,9 @@ class Engine:
     def _duration_ms(self, step: Step) -> float:
         config = self.config
         microseconds = config.step_prefill_us * step.prefill_tokens + config.step_running_us * len(step.work)
+        if config.step_kv_us:
+            stored = sum(sequence.computed + count for sequence, count in step.work)
+            microseconds += config.step_kv_us * stored
         return config.step_base_ms + microseconds / 1000
 
 

@@ -1,0 +1,216 @@
+"""One run: one engine, one gate, calls in a closed or an open loop, in virtual time."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from benchmarks.experiment.counted import Counted, Served
+from benchmarks.experiment.gates import Books, Guaranteed, Held
+from benchmarks.experiment.mocked import Mocked
+from benchmarks.experiment.traces import Call
+from gateway.mock.config import EngineConfig
+
+TTFT_SECONDS = 10.0
+GAP_MS = 100.0
+FIRST_CALLS = 1_000
+"""That a cold start is judged by."""
+EVER = float("inf")
+
+
+@dataclass(slots=True, eq=False)
+class Course:
+    """One call on its way."""
+
+    call: Call
+    at: float
+    """When it was asked for, in seconds."""
+    held: Held | None = None
+    slow: int = 0
+    """Steps over GAP_MS before its first token."""
+    ttft: float = -1.0
+
+
+@dataclass(slots=True)
+class Found:
+    """What came of a run."""
+
+    calls: int = 0
+    """That ended."""
+    dropped: int = 0
+    seconds: float = 0.0
+    tokens: int = 0
+    preemptions: int = 0
+    first_preemptions: int = 0
+    """Before FIRST_CALLS calls had ended."""
+    recomputed_tokens: int = 0
+    block_use: float = 0.0
+    """Mean part of the pool that was held."""
+    running: float = 0.0
+    """Mean number of calls inside the engine."""
+    overdrafts: int = 0
+    surprises: int = 0
+    good: int = 0
+    """Calls that had their first token and their gaps in time."""
+    ttfts: list[float] = field(default_factory=list)
+    gap_p99_ms: float = 0.0
+    preempted_at: list[int] = field(default_factory=list)
+    """Per thousand calls that ended, in order."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def per_10k(self) -> float:
+        return 10_000 * self.preemptions / self.calls if self.calls else 0.0
+
+
+class World:
+    """`gate` None: every call goes to the engine at once."""
+
+    def __init__(self, config: EngineConfig, gate: Guaranteed | None, *, shared_prompts: bool = False) -> None:
+        self.now = 0.0
+        self.found = Found()
+        self._gate = gate
+        self._shared = shared_prompts
+        self._engine: Counted | Mocked = (Mocked if shared_prompts else Counted)(config, self._told)
+        self._config = config
+        self._source: Iterator[Call] = iter(())
+        self._slow = 0
+        self._inside = 0
+        self._closed = False
+        self._gaps: dict[int, int] = {}
+        """By whole milliseconds, weighted with the calls that had them."""
+        self._last_preemptions = 0
+        self._deadline: Callable[[Call], float] = lambda _: EVER
+
+    def closed_loop(self, source: Iterator[Call], clients: int, calls: int) -> Found:
+        """So many clients, each with its next call when one ends, until so many calls have ended."""
+        self._source, self._closed = source, True
+        for _ in range(clients):
+            self._submit(next(source))
+        return self._run(lambda: self.found.calls >= calls, iter(()))
+
+    def open_loop(self, source: Iterator[Call], arrivals: Iterator[float], calls: int, patience: bool) -> Found:
+        """Calls arrive whatever runs, until so many came and all are gone.  With patience TTFT_SECONDS is all that a
+        call waits for a place, less what its prompt takes then; without a gate it waits for ever."""
+        self._source = source
+        if patience:
+            self._deadline = lambda call: self.now + TTFT_SECONDS - self._prefill_seconds(call)
+        asked = (at for at, _ in zip(arrivals, range(calls), strict=False))
+        return self._run(lambda: False, asked)
+
+    def _prefill_seconds(self, call: Call) -> float:
+        """Of its prompt beside whatever runs: a step's base time for each part of it, and twice its own."""
+        config = self._config
+        steps = -(-call.prompt_tokens // config.max_num_batched_tokens)
+        return 2 * (steps * config.step_base_ms + config.step_prefill_us * call.prompt_tokens / 1e3) / 1e3
+
+    def _run(self, over: Callable[[], bool], arrivals: Iterator[float]) -> Found:
+        following, second, use, running = next(arrivals, EVER), 1.0, 0.0, 0.0
+        while not over():
+            while following <= self.now:
+                self._submit(next(self._source), following)
+                following = next(arrivals, EVER)
+            milliseconds = self._engine.schedule()
+            if not milliseconds:
+                if following == EVER:
+                    break
+                self.now = following
+                continue
+            took = milliseconds / 1e3
+            while following <= self.now + took:
+                self._submit(next(self._source), following)
+                following = next(arrivals, EVER)
+            self.now += took
+            use += took * self._engine.used
+            running += took * self._inside
+            self._slow += milliseconds > GAP_MS
+            self._gaps[int(milliseconds)] = self._gaps.get(int(milliseconds), 0) + self._inside
+            self._engine.complete()
+            while second <= self.now:
+                second += 1.0
+                if self._gate is not None:
+                    self.found.surprises += self._gate.second()
+        return self._sum_up(use, running)
+
+    def _sum_up(self, use: float, running: float) -> Found:
+        found, engine = self.found, self._engine
+        found.seconds, found.tokens = self.now, engine.generated_tokens
+        found.preemptions, found.recomputed_tokens = engine.preemptions, engine.recomputed_tokens
+        if found.calls < FIRST_CALLS:
+            found.first_preemptions = engine.preemptions
+        found.block_use = use / self.now / self._config.usable_blocks if self.now else 0.0
+        found.running = running / self.now if self.now else 0.0
+        if self._gate is not None:
+            found.overdrafts = self._gate.ledger.overdrafts
+            if isinstance(self._gate.ledger, Books):
+                found.dropped = len(self._gate.ledger.dropped) + len(self._gate.ledger.queue) * (not self._closed)
+        found.gap_p99_ms = _percentile(self._gaps, 0.99)
+        return found
+
+    # -- one call -----------------------------------------------------------------------------------------------------
+
+    def _submit(self, call: Call, at: float | None = None) -> None:
+        course = Course(call, self.now if at is None else at)
+        if self._gate is None:
+            self._start(course)
+            return
+        course.held = self._gate.hold(call, self._deadline(call))
+        course.held.course = course
+        self._grant(self._gate.ledger.admit(course.held, course.at))
+
+    def _grant(self, granted: list[Held]) -> None:
+        for held in granted:
+            self._start(held.course)
+
+    def _start(self, course: Course) -> None:
+        call = course.call
+        served = Served(course, call.prompt_tokens, call.output_tokens)
+        self._inside += 1
+        if isinstance(self._engine, Mocked):
+            self._engine.add(served, call.content)
+        else:
+            self._engine.add(served)
+
+    def _told(self, served: Served, outputs: int) -> int:
+        course: Course = served.call
+        mark = 1 << 62
+        if course.ttft < 0:
+            course.ttft, course.slow = self.now - course.at, self._slow
+            if self._gate is not None and course.held is not None:
+                mark, granted = self._gate.written(course.held, outputs, self.now)
+                self._grant(granted)
+        elif self._gate is not None and course.held is not None and outputs < served.output_tokens:
+            mark, granted = self._gate.written(course.held, outputs, self.now)
+            self._grant(granted)
+        if outputs >= served.output_tokens:
+            self._end(course, served)
+        return mark
+
+    def _end(self, course: Course, served: Served) -> None:
+        found = self.found
+        self._inside -= 1
+        found.calls += 1
+        found.ttfts.append(course.ttft)
+        gaps = max(served.output_tokens - 1, 1)
+        late = self._slow - course.slow + served.preemptions
+        found.good += course.ttft < TTFT_SECONDS and late <= 0.01 * gaps
+        if found.calls == FIRST_CALLS:
+            found.first_preemptions = self._engine.preemptions
+        if found.calls % 1_000 == 0:
+            found.preempted_at.append(self._engine.preemptions - self._last_preemptions)
+            self._last_preemptions = self._engine.preemptions
+        if self._gate is not None and course.held is not None:
+            self._grant(self._gate.ended(course.held, self.now))
+        if self._closed:
+            self._submit(next(self._source))
+
+
+def _percentile(counts: dict[int, int], part: float) -> float:
+    """Of values by whole milliseconds."""
+    left = part * sum(counts.values())
+    for value in sorted(counts):
+        left -= counts[value]
+        if left <= 0:
+            return float(value)
+    return 0.0

@@ -1,0 +1,90 @@
+"""The engine by counts and the mock's, beside each other, step by step."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.experiment.counted import Counted, Served
+from benchmarks.experiment.mocked import Mocked
+from gateway.mock.config import EngineConfig
+
+CONFIG = EngineConfig(
+    blocks=60,
+    block_size=4,
+    max_num_seqs=30,
+    max_num_batched_tokens=64,
+    step_prefill_us=30,
+    step_running_us=20,
+    step_kv_us=7,
+)
+
+
+class Twin:
+    """One load on both, which each tells of in the same marks."""
+
+    def __init__(self, config: EngineConfig, seed: int) -> None:
+        self.told: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
+        self.counted = Counted(config, lambda served, outputs: self._hear(0, served, outputs))
+        self.mocked = Mocked(config, lambda served, outputs: self._hear(1, served, outputs))
+        self._chance = random.Random(seed)
+        self._number = 0
+
+    def _hear(self, which: int, served: Served, outputs: int) -> int:
+        self.told[which].append((served.call, outputs))
+        return outputs + 1 + served.call * outputs % 9
+
+    def add(self, prompt: int, output: int) -> None:
+        self._number += 1
+        for engine in (self.counted, self.mocked):
+            engine.add(Served(self._number, prompt, output))
+
+    def step(self) -> bool:
+        """False when nothing moved."""
+        durations = self.counted.schedule(), self.mocked.schedule()
+        assert durations[0] == pytest.approx(durations[1])
+        assert self.counted.used == self.mocked.used
+        self.counted.complete()
+        self.mocked.complete()
+        assert sorted(self.told[0]) == sorted(self.told[1])
+        self.told[0].clear()
+        self.told[1].clear()
+        for name in ("used", "preemptions", "recomputed_tokens", "generated_tokens", "waits"):
+            assert getattr(self.counted, name) == getattr(self.mocked, name), name
+        return durations[0] > 0
+
+
+@pytest.mark.parametrize("watermark", [0.0, 0.05, 0.3])
+@pytest.mark.parametrize("seed", range(25))
+def test_both_do_the_same_in_every_step(seed: int, watermark: float) -> None:
+    """Calls of many sizes, from too few to far too many at once; most runs preempt."""
+    chance = random.Random(seed)
+    sequences = chance.choice([3, 12, 30])
+    twin = Twin(replace(CONFIG, watermark=watermark, max_num_seqs=sequences), seed)
+    longest, crowd = chance.choice([6, 40, 120]), chance.choice([1, 4, 20])
+    for _ in range(600):
+        if chance.random() < crowd * 4 / longest:
+            for _ in range(chance.randint(1, crowd)):
+                twin.add(chance.randint(1, 90), chance.randint(1, longest))
+        twin.step()
+    while twin.step():
+        pass
+    assert twin.counted.used == 0
+    assert not twin.counted.running
+    assert not twin.counted.waiting
+
+
+def test_the_runs_preempt_and_let_calls_wait() -> None:
+    """Else the comparison would say little."""
+    twin = Twin(CONFIG, 0)
+    for _ in range(40):
+        twin.add(12, 60)
+    while twin.step():
+        pass
+    assert twin.counted.preemptions > 20
+    assert twin.counted.recomputed_tokens > 200
+
+
+def test_sequences_that_leave_no_budget_for_a_prompt_are_refused() -> None:
+    with pytest.raises(ValueError, match="room"):
+        Counted(replace(CONFIG, max_num_seqs=64), lambda _, outputs: outputs)
