@@ -67,7 +67,9 @@ class Found:
 class World:
     """`gate` None: every call goes to the engine at once."""
 
-    def __init__(self, config: EngineConfig, gate: Guaranteed | None, *, shared_prompts: bool = False) -> None:
+    def __init__(
+        self, config: EngineConfig, gate: Guaranteed | None, *, shared_prompts: bool = False
+    ) -> None:
         self.now = 0.0
         self.found = Found()
         self._gate = gate
@@ -90,7 +92,9 @@ class World:
             self._submit(next(source))
         return self._run(lambda: self.found.calls >= calls, iter(()))
 
-    def open_loop(self, source: Iterator[Call], arrivals: Iterator[float], calls: int, patience: bool) -> Found:
+    def open_loop(
+        self, source: Iterator[Call], arrivals: Iterator[float], calls: int, patience: bool
+    ) -> Found:
         """Calls arrive whatever runs, until so many came and all are gone.  With patience TTFT_SECONDS is all that a
         call waits for a place, less what its prompt takes then; without a gate it waits for ever."""
         self._source = source
@@ -144,7 +148,9 @@ class World:
         if self._gate is not None:
             found.overdrafts = self._gate.ledger.overdrafts
             if isinstance(self._gate.ledger, Books):
-                found.dropped = len(self._gate.ledger.dropped) + len(self._gate.ledger.queue) * (not self._closed)
+                found.dropped = len(self._gate.ledger.dropped) + len(self._gate.ledger.queue) * (
+                    not self._closed
+                )
         found.gap_p99_ms = _percentile(self._gaps, 0.99)
         return found
 

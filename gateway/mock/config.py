@@ -24,7 +24,7 @@ _AT_LEAST_ZERO = (
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Sizes of one engine (names as vLLM's options) and its step time: base + prefill tokens + sequences + stored KV."""
+    """Sizes of one engine (names as vLLM's options) and its step time: base, prefill tokens, sequences, stored KV."""
 
     model: str = "demo"
     blocks: int = 4096

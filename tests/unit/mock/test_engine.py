@@ -61,7 +61,9 @@ def test_a_step_takes_base_prefill_and_running_time() -> None:
 
 
 def test_a_step_takes_time_for_the_kv_that_it_reads() -> None:
-    engine = load(EngineConfig(step_base_ms=10, step_prefill_us=0, step_running_us=0, step_kv_us=100), 2, 30, 3)
+    engine = load(
+        EngineConfig(step_base_ms=10, step_prefill_us=0, step_running_us=0, step_kv_us=100), 2, 30, 3
+    )
     assert engine.step().duration_ms == pytest.approx(10 + 60 * 0.1)
     assert engine.step().duration_ms == pytest.approx(10 + 62 * 0.1)
 
