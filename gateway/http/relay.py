@@ -172,7 +172,9 @@ class AnswerRelay:
         return StreamInspector(drop_usage=not self._call.request.include_usage_asked)
 
     async def head(self, status: int, headers: Headers) -> None:
-        self.rest_seconds = read_retry_after(dict(headers).get(b"retry-after"), time.time())
+        named = dict(headers)
+        if retry_after := named.get(b"retry-after"):
+            self.rest_seconds = read_retry_after(retry_after, time.time())
         if status >= 500 and self._call.request.repeatable:
             trouble = Trouble.BUSY if status == 503 else Trouble.BROKEN
             raise UpstreamFailed(
@@ -180,8 +182,7 @@ class AnswerRelay:
             )
         self._status = status
         self._headers = list(headers)
-        content_type = dict(headers).get(b"content-type", b"")
-        if content_type.startswith(b"text/event-stream"):
+        if named.get(b"content-type", b"").startswith(b"text/event-stream"):
             self._at_once = not self._judges
             self._stream = self._inspector() if status == 200 and self._judges else None
 
