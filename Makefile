@@ -37,7 +37,7 @@ test-ops: $(READY) ## Sentinel, Cluster, and the ledger on redis-server by TLS; 
 
 test-vllm: $(READY) ## Set up a real vLLM for CPUs (2.5 GB in .venv-vllm), compare the mock with it, and gate it
 	@$(PY) tests/vllm/environment.py
-	@KVGATE_TEST_VLLM=1 PYTHONSAFEPATH=1 $(PY) -m pytest -p no:xdist -s tests/vllm $(ARGS)
+	@KVGATE_TEST_VLLM=1 PYTHONSAFEPATH=1 $(PY) -m pytest -p no:xdist -s --session-timeout 7200 tests/vllm $(ARGS)
 
 mutants: $(READY) ## Plant every fault in the ledger and show how soon it is found (8 minutes)
 	@$(PY) -m tests.conformance.hunt $(ARGS)

@@ -37,18 +37,24 @@ class Wire:
     opened: ClassVar[list["Wire"]] = []
     """Since the last `hang_up_all`."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answer_seconds: float
+    ) -> None:
         self._reader = reader
         self._writer = writer
+        self._answer_seconds = answer_seconds
         self._headers: dict[str, str] = {}
         self._unread = b""
         self._body_over = False
 
     @classmethod
-    async def open(cls, url: str, limit: int = 1 << 24) -> "Wire":
-        """`limit`: bytes that are taken from the system before they are read; twice as many at most."""
+    async def open(cls, url: str, limit: int = 1 << 24, answer_seconds: float = ANSWER_SECONDS) -> "Wire":
+        """`limit`: bytes that are taken from the system before they are read; twice as many at most.
+        `answer_seconds`: to an answer's head, and to each part of its body.
+        """
         parts = urlsplit(url)
-        wire = cls(*await asyncio.open_connection(parts.hostname, parts.port, limit=limit))
+        reader, writer = await asyncio.open_connection(parts.hostname, parts.port, limit=limit)
+        wire = cls(reader, writer, answer_seconds)
         cls.opened.append(wire)
         return wire
 
@@ -69,7 +75,7 @@ class Wire:
 
     async def head(self) -> tuple[int, dict[str, str]]:
         """Status and headers of the next answer, nothing of its body."""
-        async with asyncio.timeout(ANSWER_SECONDS):
+        async with asyncio.timeout(self._answer_seconds):
             raw = await self._reader.readuntil(b"\r\n\r\n")
         first, *lines = raw.decode("latin-1").split("\r\n")
         fields = (line.partition(":") for line in lines if line)
@@ -95,6 +101,11 @@ class Wire:
             self._unread += part
         event, _, self._unread = self._unread.partition(b"\n\n")
         return event
+
+    async def raw(self) -> AsyncIterator[bytes]:
+        """What comes, as it comes, until the server closes: its head, too, and however long it takes."""
+        while part := await self._reader.read(1 << 16):
+            yield part
 
     async def events(self) -> list[bytes]:
         """All that are left."""
@@ -122,7 +133,7 @@ class Wire:
         """A chunk of the body, or all of one with a length."""
         if self._body_over:
             return None
-        async with asyncio.timeout(ANSWER_SECONDS):
+        async with asyncio.timeout(self._answer_seconds):
             if self._headers.get("transfer-encoding") != "chunked":
                 self._body_over = True
                 return await self._reader.readexactly(int(self._headers.get("content-length", "0")))
@@ -132,11 +143,14 @@ class Wire:
         return None if self._body_over else chunk[:-2]
 
 
-def post(key: str, body: dict[str, Any] | bytes, path: str = "/v1/completions") -> bytes:
-    """A whole POST request."""
+def post(
+    key: str, body: dict[str, Any] | bytes, path: str = "/v1/completions", *, alone: bool = False
+) -> bytes:
+    """A whole POST request; `alone`: the only one on its connection, which the server closes then."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    connection = "connection: close\r\n" if alone else ""
     head = (
-        f"POST {path} HTTP/1.1\r\nhost: kvgate\r\nauthorization: Bearer {key}\r\n"
+        f"POST {path} HTTP/1.1\r\nhost: kvgate\r\nauthorization: Bearer {key}\r\n{connection}"
         f"content-type: application/json\r\ncontent-length: {len(raw)}\r\n\r\n"
     )
     return head.encode() + raw
@@ -153,9 +167,9 @@ def blocks_of(prompt_tokens: int, max_tokens: int, block_size: int = 16) -> int:
     return -(-(prompt_tokens + max_tokens - 1) // block_size)
 
 
-async def ask(url: str, request: bytes) -> Answer:
+async def ask(url: str, request: bytes, answer_seconds: float = ANSWER_SECONDS) -> Answer:
     """One call on a connection of its own."""
-    wire = await Wire.open(url)
+    wire = await Wire.open(url, answer_seconds=answer_seconds)
     try:
         return await wire.ask(request)
     finally:

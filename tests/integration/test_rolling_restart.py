@@ -23,6 +23,7 @@ TOKENS = 20
 OPTIONS = ("--blocks", "101", "--step-base-ms", "5", "--shutdown-timeout", "60")
 COMPLETION = "/v1/completions"
 LENGTH = re.compile(rb'"finish_reason": ?"length"')
+ERROR = re.compile(rb'^(?:data: )?\{"error"', re.MULTILINE)
 Kind = tuple[str, dict[str, Any]]
 KINDS: Sequence[Kind] = [
     (CHAT, chat(True, TOKENS)),
@@ -36,16 +37,19 @@ KINDS: Sequence[Kind] = [
 class Load:
     """Callers of several gateways who call again and again, one kind after the other."""
 
-    def __init__(self, gateways: Sequence[GatewayProcess], kinds: Sequence[Kind]) -> None:
+    def __init__(
+        self, gateways: Sequence[GatewayProcess], kinds: Sequence[Kind], patience_seconds: float
+    ) -> None:
         self.lost: list[bytes] = []
         self.answered = 0
         self._gateways = gateways
         self._kinds = kinds
+        self._patience_seconds = patience_seconds
 
     async def call_on(self, number: int) -> None:
         gateway = self._gateways[number % len(self._gateways)]
         for path, body in itertools.islice(itertools.cycle(self._kinds), number, None):
-            answer = await ask(gateway.url, post(gateway.key, body, path))
+            answer = await ask(gateway.url, post(gateway.key, body, path), self._patience_seconds)
             if is_whole(answer, body):
                 self.answered += 1
             else:
@@ -53,8 +57,8 @@ class Load:
 
 
 def is_whole(answer: Answer, body: Mapping[str, Any]) -> bool:
-    """It runs to its limit, and has no word of an error."""
-    if answer.status != 200 or b'"error"' in answer.body or not LENGTH.search(answer.body):
+    """It runs to its limit, and has no word of an error, which as a token of a real model is none."""
+    if answer.status != 200 or ERROR.search(answer.body) or not LENGTH.search(answer.body):
         return False
     if body.get("stream"):
         return answer.body.endswith(b"data: [DONE]\n\n")
@@ -63,15 +67,18 @@ def is_whole(answer: Answer, body: Mapping[str, Any]) -> bool:
 
 @asynccontextmanager
 async def under_load(
-    gateways: Sequence[GatewayProcess], kinds: Sequence[Kind] = KINDS
+    gateways: Sequence[GatewayProcess], kinds: Sequence[Kind] = KINDS, patience_seconds: float = SECONDS
 ) -> AsyncIterator[Load]:
-    """Fails where a call was lost, or where the load does not go on to its end."""
-    load = Load(gateways, kinds)
+    """Fails where a call was lost, or where the load does not go on to its end.
+
+    `patience_seconds`: for an answer, and in the end for one more of each caller.
+    """
+    load = Load(gateways, kinds, patience_seconds)
     callers = [asyncio.create_task(load.call_on(number)) for number in range(CALLERS)]
     try:
         yield load
         answered = load.answered
-        await soon(lambda: load.answered > answered + CALLERS, "the load goes on", SECONDS)
+        await soon(lambda: load.answered > answered + CALLERS, "the load goes on", patience_seconds)
     finally:
         for caller in callers:
             caller.cancel()

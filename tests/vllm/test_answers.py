@@ -5,9 +5,9 @@ import pytest
 from tests.processes import Mock
 from tests.vllm.answers import Facts, differences, exchange, facts
 from tests.vllm.asks import ASKS, Ask
-from tests.vllm.engine import Vllm
+from tests.vllm.engine import TEST_SECONDS, Vllm
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(TEST_SECONDS)
 MERGED_DELTAS_ATTEMPTS = 3
 """A real server that falls behind merges the deltas of several tokens into one event."""
 

@@ -8,10 +8,10 @@ import pytest
 from tests.processes import Mock
 from tests.vllm.answers import differences, exchange, facts
 from tests.vllm.asks import Ask
-from tests.vllm.engine import MODEL, Vllm
+from tests.vllm.engine import MODEL, TEST_SECONDS, Vllm
 from tests.wire import Wire, post
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(TEST_SECONDS)
 SILENT_SECONDS = 1.0
 COUNTED = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 

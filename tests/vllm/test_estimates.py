@@ -9,11 +9,11 @@ import pytest
 
 from gateway.core.request import Endpoint
 from tests.processes import GatewayProcess, World, wait_until
-from tests.vllm.engine import MODEL, Vllm
+from tests.vllm.engine import MODEL, TEST_SECONDS, Vllm
 from tests.vllm.environment import place
 from tests.vllm.prompt_requests import CHATS, COMPLETIONS
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(TEST_SECONDS)
 MESSAGES: dict[str, dict[str, Any]] = {
     "text": {"messages": [{"role": "user", "content": "def foo(x): 東京"}]},
     "system": {"system": "Be brief.", "messages": [{"role": "user", "content": "hi"}]},

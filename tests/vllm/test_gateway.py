@@ -12,11 +12,11 @@ import pytest
 from tests.processes import GatewayProcess, World, sum_of
 from tests.vllm.answers import Facts, differences, exchange, facts_of_content
 from tests.vllm.asks import CHATS, TEXTS, Ask
-from tests.vllm.engine import MODEL, Vllm
+from tests.vllm.engine import MODEL, TEST_SECONDS, Vllm
 from tests.vllm.load import Size, call_of, send_all
 from tests.wire import Wire, soon
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(TEST_SECONDS)
 PREEMPTIONS = "vllm:num_preemptions_total"
 KV_USAGE = "vllm:kv_cache_usage_perc"
 STORM = [Size(256, 512)] * 40
@@ -161,12 +161,14 @@ async def _leave(
 ) -> float:
     """Seconds from the client's leaving until the engine has all its blocks back."""
     wire = await Wire.open(gateway.url)
-    await wire.send(call_of(Size(256, 2000), chance, gateway.key))
+    await wire.send(call_of(Size(256, 3500), chance, gateway.key))
     status, _ = await wire.head()
     assert status == 200
     for _ in range(EVENTS_BEFORE):
         assert await wire.event()
-    assert await _usage(engine) > 0
+    async with asyncio.timeout(GIVE_UP_SECONDS):
+        while not await _usage(engine):
+            await asyncio.sleep(POLL_SECONDS)
     left = time.monotonic()
     if number % 2:
         wire.reset()

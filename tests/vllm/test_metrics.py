@@ -12,9 +12,9 @@ import pytest
 from tests.processes import Mock
 from tests.vllm.answers import exchange
 from tests.vllm.asks import Ask, text
-from tests.vllm.engine import Vllm
+from tests.vllm.engine import TEST_SECONDS, Vllm
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(TEST_SECONDS)
 FREE_LABELS = {"cache_dtype", "kv_cache_size_tokens", "kv_cache_max_concurrency", "num_cpu_blocks"}
 SAMPLE = re.compile(r"([a-zA-Z0-9_:]+)(?:\{(.*)\})? ")
 LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')

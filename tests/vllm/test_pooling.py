@@ -9,9 +9,17 @@ import pytest
 from tests.processes import GatewayProcess, Mock, World, sum_of
 from tests.vllm.answers import differences, exchange, facts
 from tests.vllm.asks import EMBED, POOLED, Ask
-from tests.vllm.engine import BLOCK_SIZE, MOCK_OPTIONS, MODEL, POOLING_OPTIONS, USABLE_BLOCKS, Vllm
+from tests.vllm.engine import (
+    BLOCK_SIZE,
+    MOCK_OPTIONS,
+    MODEL,
+    POOLING_OPTIONS,
+    TEST_SECONDS,
+    USABLE_BLOCKS,
+    Vllm,
+)
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(TEST_SECONDS)
 KV_USAGE = "vllm:kv_cache_usage_perc"
 PREEMPTIONS = "vllm:num_preemptions_total"
 SEQUENCES_MAX = 8

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -9,20 +10,19 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.integration.test_admin_keys import admin_of
-from tests.integration.test_drain import replicas_of, state_of
 from tests.integration.test_resting import CHAT
 from tests.integration.test_rolling_restart import COMPLETION, Kind, under_load
-from tests.processes import GatewayProcess, World
-from tests.vllm.engine import MODEL, START_SECONDS, Vllm
+from tests.processes import ADMIN_TOKEN, GatewayProcess, World
+from tests.vllm.engine import MODEL, SLOW_UPSTREAM, START_SECONDS, Vllm
 from tests.vllm.environment import place
 from tests.wire import Wire, soon
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(6 * START_SECONDS)
 
-TOKENS = 200
-SHUTDOWN_SECONDS = 60
-OPTIONS = ("--shutdown-timeout", str(SHUTDOWN_SECONDS))
+TOKENS = 100
+PATIENCE_SECONDS = 300.0
+"""For one answer, and for all of an engine's: while another one starts, an engine has a part of one core."""
+OPTIONS = ("--shutdown-timeout", str(round(PATIENCE_SECONDS)))
 RUNNING = "vllm:num_requests_running"
 
 
@@ -36,18 +36,29 @@ KINDS = [kind(CHAT, True, **CHATS), kind(CHAT, False, **CHATS), kind(COMPLETION,
          kind(COMPLETION, False, **TEXTS)]  # fmt: skip
 
 
+def replica(gateway: GatewayProcess, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = gateway.state()["fleets"][MODEL]["pools"]["only"]["replicas"].get(name, {})
+    return found
+
+
+async def kvgate(gateway: GatewayProcess, *command: str) -> None:
+    """One of the operators' commands."""
+    environ = {**os.environ, "KVGATE_ADMIN_URL": gateway.url, "KVGATE_ADMIN_TOKEN": ADMIN_TOKEN}
+    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "gateway", *command, env=environ)
+    assert await process.wait() == 0
+
+
 async def drained(gateway: GatewayProcess, name: str, engine: Vllm) -> None:
     """An operator waits until nothing runs there."""
-    with admin_of(gateway) as admin:
-        await asyncio.to_thread(admin, "POST", "/drain", json={"replica": name})
-    await soon(lambda: not replicas_of(gateway)[name]["sequences"], "nothing runs there", 60)
+    await kvgate(gateway, "drain", name)
+    await soon(lambda: not replica(gateway, name)["sequences"], "nothing runs there", PATIENCE_SECONDS)
     await asyncio.to_thread(engine.stop)
 
 
 async def unannounced(gateway: GatewayProcess, name: str, engine: Vllm) -> None:
     """It is told to end while it runs calls, and finishes them."""
     engine.process.terminate()
-    await asyncio.to_thread(engine.process.wait, 2 * SHUTDOWN_SECONDS)
+    await asyncio.to_thread(engine.process.wait, 2 * PATIENCE_SECONDS)
 
 
 @pytest.mark.parametrize("end", [drained, unannounced])
@@ -60,14 +71,17 @@ async def test_a_rolling_restart_loses_no_call(
             engines[name] = Vllm(place(os.environ), tmp_path / f"{name}.log", *OPTIONS)
             engines[name].wait_ready()
         replicas = [{"name": name, "url": engine.url} for name, engine in engines.items()]
-        config, (key,) = new_world.config([{"name": "only", "replicas": replicas}], fleet={"model": MODEL})
+        pools = [{"name": "only", "replicas": replicas}]
+        config, (key,) = new_world.config(pools, fleet={"model": MODEL}, upstream=SLOW_UPSTREAM)
         gateway = new_world.gateway(config, key)
-        async with under_load([gateway], KINDS) as load:
+        async with under_load([gateway], KINDS, PATIENCE_SECONDS) as load:
             for name, engine in list(engines.items()):
-                await soon(lambda engine=engine: engine.metric(RUNNING), f"{name} serves", 60)
+                await soon(lambda engine=engine: engine.metric(RUNNING), f"{name} serves", PATIENCE_SECONDS)
                 await end(gateway, name, engine)
                 await _start_again(gateway, name, engines, tmp_path)
         print(f"{end.__name__}: {load.answered} calls answered, {len(load.lost)} lost")
+        await soon(gateway.is_quiet, "all was given back")
+        assert 'outcome="failed"' not in gateway.metrics()
     finally:
         Wire.hang_up_all()
         for engine in engines.values():
@@ -79,8 +93,10 @@ async def _start_again(gateway: GatewayProcess, name: str, engines: dict[str, Vl
     port = urlsplit(engines[name].url).port or 0
     anew = engines[name] = Vllm(place(os.environ), logs / f"{name}-again.log", *OPTIONS, port=port)
     await asyncio.to_thread(anew.wait_ready)
-    await soon(lambda: state_of(gateway, name)[0] in ("up", "draining"), f"{name} answers", START_SECONDS)
-    if "drained" in state_of(gateway, name)[1]:
-        with admin_of(gateway) as admin:
-            await asyncio.to_thread(admin, "POST", "/undrain", json={"replica": name})
-    await soon(lambda: anew.metric(RUNNING), f"{name} serves again", START_SECONDS)
+    await soon(
+        lambda: replica(gateway, name)["state"] in ("up", "draining"), f"{name} answers", PATIENCE_SECONDS
+    )
+    if "drained" in replica(gateway, name)["rests"]:
+        assert not anew.metric(RUNNING)
+        await kvgate(gateway, "undrain", name)
+    await soon(lambda: anew.metric(RUNNING), f"{name} serves again", PATIENCE_SECONDS)

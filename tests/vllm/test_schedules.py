@@ -10,11 +10,11 @@ import pytest
 from tests.processes import Mock
 from tests.vllm.answers import exchange
 from tests.vllm.asks import TEXT, Ask, text
-from tests.vllm.engine import BLOCK_SIZE, MODEL, USABLE_BLOCKS, Vllm
+from tests.vllm.engine import BLOCK_SIZE, MODEL, TEST_SECONDS, USABLE_BLOCKS, Vllm
 from tests.vllm.load import IDS, Size, call_of, send_all
 from tests.wire import Wire, soon
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(TEST_SECONDS)
 PREEMPTIONS = "vllm:num_preemptions_total"
 KV_USAGE = "vllm:kv_cache_usage_perc"
 STORM = [Size(256, 512)] * 40

@@ -17,12 +17,12 @@ import pytest
 
 from tests.processes import Mock
 from tests.vllm.answers import Facts, differences, facts_of_events, facts_of_json
-from tests.vllm.engine import MOCK_OPTIONS, MODEL, Vllm
+from tests.vllm.engine import MOCK_OPTIONS, MODEL, TEST_SECONDS, Vllm
 from tests.vllm.environment import place
 from tests.vllm.load import IDS
 from tests.wire import Wire, post, soon
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(TEST_SECONDS)
 RUNNING, BEHIND = "vllm:num_requests_running", "vllm:num_requests_waiting"
 FILLERS = {"first": (3500, 500, True, 1), "second": (3500, 500, True, 1)}
 CALLS = {
