@@ -7,7 +7,7 @@ import pytest
 
 from tests.processes import Mock, World, world
 from tests.vllm.engine import MOCK_OPTIONS, POOLING_OPTIONS, Vllm
-from tests.vllm.environment import is_ready, place
+from tests.vllm.environment import ready_place
 
 if not os.environ.get("KVGATE_TEST_VLLM"):
     collect_ignore_glob = ["test_*.py"]
@@ -26,12 +26,7 @@ def pooling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Vllm]:
 
 
 def _engine(folders: pytest.TempPathFactory, *options: str) -> Iterator[Vllm]:
-    venv = place(os.environ)
-    if not is_ready(venv):
-        pytest.fail(
-            f"no vLLM in {venv}: run `make test-vllm`, or `python tests/vllm/environment.py`", pytrace=False
-        )
-    engine = Vllm(venv, folders.mktemp("vllm") / "vllm.log", *options)
+    engine = Vllm(ready_place(os.environ), folders.mktemp("vllm") / "vllm.log", *options)
     try:
         engine.wait_ready()
         yield engine

@@ -21,8 +21,11 @@ START_SECONDS = 600.0
 TEST_SECONDS = START_SECONDS + 240.0
 """The limit of one test, with the start of the engine that it is the first to need."""
 STOP_SECONDS = 15.0
-SLOW_UPSTREAM = {"headers_seconds": 600, "first_event_seconds": 600, "idle_seconds": 600}
-"""Settings of a gateway whose engines share two cores with everything else, and may be silent for long."""
+SLOW_MACHINE = {
+    "upstream": {"headers_seconds": 600, "first_event_seconds": 600, "idle_seconds": 600},
+    "store": {"hold_seconds": 60, "lease_seconds": 60},
+}
+"""Settings of a gateway that shares two cores with two engines and their clients: each of them may stand still."""
 
 _SHARED_OPTIONS = (
     *(
@@ -78,7 +81,7 @@ class Vllm:
                 env=env,
                 start_new_session=True,
             )
-        self._client = httpx.Client(base_url=self.url, timeout=10, trust_env=False)
+        self._client = httpx.Client(base_url=self.url, timeout=60, trust_env=False)
 
     def is_healthy(self) -> bool:
         """False also when nothing listens."""

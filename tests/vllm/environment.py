@@ -32,6 +32,14 @@ def place(environ: Mapping[str, str]) -> Path:
     return Path(given).absolute() if given else HERE.parents[1] / ".venv-vllm"
 
 
+def ready_place(environ: Mapping[str, str]) -> Path:
+    """Where it is.  Raises RuntimeError where it is not, or is not as it should be."""
+    venv = place(environ)
+    if not is_ready(venv):
+        raise RuntimeError(f"no vLLM in {venv}: run `make test-vllm`, or `python tests/vllm/environment.py`")
+    return venv
+
+
 def is_ready(venv: Path) -> bool:
     stamp = _stamp(venv)
     return stamp.is_file() and stamp.read_text() == _recipe()

@@ -108,7 +108,7 @@ async def test_storm(real: Vllm, gateway: GatewayProcess) -> None:
         print(f"{name}: {figures[name]:.0f} preemptions, {load.calls} calls in {load.seconds:.2f} s")
     assert figures["kvgate"] == 0
     assert figures["direct"] >= 25
-    await soon(gateway.is_quiet, "nothing is held", 5)
+    await soon(gateway.is_quiet, "nothing is held")
 
 
 async def test_clients_that_leave(real: Vllm, gateway: GatewayProcess) -> None:
@@ -133,7 +133,7 @@ async def test_clients_that_leave(real: Vllm, gateway: GatewayProcess) -> None:
     print(f"{rounds - LEAVERS} rounds more in which this process stood still")
     assert median < MEDIAN_SECONDS_MAX
     assert max(seconds) < SECONDS_MAX
-    await soon(gateway.is_quiet, "nothing is held", 5)
+    await soon(gateway.is_quiet, "nothing is held")
 
 
 class Clockwork:

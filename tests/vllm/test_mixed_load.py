@@ -6,6 +6,7 @@ KVGATE_VLLM_LOAD_SECONDS=60 make test-vllm ARGS="-k mixed"       # of load; 600 
 import asyncio
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -16,8 +17,8 @@ import pytest
 
 from tests.processes import GatewayProcess, World
 from tests.vllm.beside import Cancelled, Look, Watch, fed, filled, rows_of, shortfalls
-from tests.vllm.engine import MODEL, SLOW_UPSTREAM, START_SECONDS, Vllm
-from tests.vllm.environment import place
+from tests.vllm.engine import MODEL, SLOW_MACHINE, START_SECONDS, Vllm
+from tests.vllm.environment import place, ready_place
 from tests.vllm.mixed import CALL_SECONDS, Callers, Mix
 from tests.wire import Wire, soon
 
@@ -44,7 +45,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Vllm
     logs, started = tmp_path_factory.mktemp("engines"), {}
     try:
         for name in "ab":
-            started[name] = Vllm(place(os.environ), logs / f"{name}.log", *OPTIONS)
+            started[name] = Vllm(ready_place(os.environ), logs / f"{name}.log", *OPTIONS)
             started[name].wait_ready()
         yield started
     finally:
@@ -87,8 +88,8 @@ def gateway(case: Case, engines: Mapping[str, Vllm], new_world: World) -> Gatewa
         [{"name": "only", "replicas": replicas}],
         fleet={"model": MODEL, **case.settings},
         queue={"seconds_max": 3600},
-        upstream=SLOW_UPSTREAM,
         log={"level": "info", "format": "json"},
+        **SLOW_MACHINE,
     )
     return new_world.gateway(config, keys[0])
 
@@ -107,6 +108,7 @@ async def test_full_and_never_a_preemption(
     Wire.hang_up_all()
     ended = ended_calls(gateway)
     told(callers, watch, full, case.limit, ended)
+    print(f"warnings: {warnings(gateway)}")
     assert not callers.lost, callers.lost
     judge(watch.looks, full, case.limit, ended)
     judge_estimates(ended, case.is_exact)
@@ -172,10 +174,19 @@ def judge_estimates(ended: Sequence[Mapping[str, Any]], is_exact: bool) -> None:
     assert not is_exact or not any(errors)
 
 
+def logged(gateway: GatewayProcess) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in gateway.log.read_text().splitlines() if line.startswith("{")]
+
+
 def ended_calls(gateway: GatewayProcess) -> list[dict[str, Any]]:
-    """From its log."""
-    lines = [json.loads(line) for line in gateway.log.read_text().splitlines() if line.startswith("{")]
-    return [line for line in lines if line["message"] == "call ended"]
+    return [line for line in logged(gateway) if line["message"] == "call ended"]
+
+
+def warnings(gateway: GatewayProcess) -> dict[str, int]:
+    """What it said that is no matter of course, and how often."""
+    return dict(
+        Counter(line["message"] for line in logged(gateway) if line["level"] not in ("info", "debug"))
+    )
 
 
 def cancelled_of(ended: Sequence[Mapping[str, Any]]) -> list[Cancelled]:

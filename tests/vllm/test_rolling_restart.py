@@ -13,8 +13,8 @@ import pytest
 from tests.integration.test_resting import CHAT
 from tests.integration.test_rolling_restart import COMPLETION, Kind, under_load
 from tests.processes import ADMIN_TOKEN, GatewayProcess, World
-from tests.vllm.engine import MODEL, SLOW_UPSTREAM, START_SECONDS, Vllm
-from tests.vllm.environment import place
+from tests.vllm.engine import MODEL, SLOW_MACHINE, START_SECONDS, Vllm
+from tests.vllm.environment import ready_place
 from tests.wire import Wire, soon
 
 pytestmark = pytest.mark.timeout(6 * START_SECONDS)
@@ -68,11 +68,11 @@ async def test_a_rolling_restart_loses_no_call(
     engines: dict[str, Vllm] = {}
     try:
         for name in "ab":  # two that start at once take twice their time
-            engines[name] = Vllm(place(os.environ), tmp_path / f"{name}.log", *OPTIONS)
+            engines[name] = Vllm(ready_place(os.environ), tmp_path / f"{name}.log", *OPTIONS)
             engines[name].wait_ready()
         replicas = [{"name": name, "url": engine.url} for name, engine in engines.items()]
         pools = [{"name": "only", "replicas": replicas}]
-        config, (key,) = new_world.config(pools, fleet={"model": MODEL}, upstream=SLOW_UPSTREAM)
+        config, (key,) = new_world.config(pools, fleet={"model": MODEL}, **SLOW_MACHINE)
         gateway = new_world.gateway(config, key)
         async with under_load([gateway], KINDS, PATIENCE_SECONDS) as load:
             for name, engine in list(engines.items()):
@@ -91,7 +91,7 @@ async def test_a_rolling_restart_loses_no_call(
 async def _start_again(gateway: GatewayProcess, name: str, engines: dict[str, Vllm], logs: Path) -> None:
     """Until it serves."""
     port = urlsplit(engines[name].url).port or 0
-    anew = engines[name] = Vllm(place(os.environ), logs / f"{name}-again.log", *OPTIONS, port=port)
+    anew = engines[name] = Vllm(ready_place(os.environ), logs / f"{name}-again.log", *OPTIONS, port=port)
     await asyncio.to_thread(anew.wait_ready)
     await soon(
         lambda: replica(gateway, name)["state"] in ("up", "draining"), f"{name} answers", PATIENCE_SECONDS

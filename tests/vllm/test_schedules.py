@@ -36,7 +36,7 @@ async def preemptions(
 ) -> float:
     before = engine.metric(PREEMPTIONS)
     load = await send_all(engine.url, sizes, blocks_max=blocks_max, charged=charged)
-    await soon(lambda: engine.metric(KV_USAGE) == 0, "all blocks are free", 5)
+    await soon(lambda: engine.metric(KV_USAGE) == 0, "all blocks are free")
     found = engine.metric(PREEMPTIONS) - before
     print(f"{load.calls} calls in {load.seconds:.1f} s, {load.events} events, {found:.0f} preemptions")
     return found
@@ -128,5 +128,5 @@ async def test_usage_is_back_when_a_call_leaves(engine: Engine, leave: Callable[
     assert engine.metric(KV_USAGE) > 0
     left = time.monotonic()
     leave(wire)
-    await soon(lambda: engine.metric(KV_USAGE) == 0, "all blocks are free", 1)
+    await soon(lambda: engine.metric(KV_USAGE) == 0, "all blocks are free")
     print(f"free after {1000 * (time.monotonic() - left):.0f} ms")

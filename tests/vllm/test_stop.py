@@ -18,7 +18,7 @@ import pytest
 from tests.processes import Mock
 from tests.vllm.answers import Facts, differences, facts_of_events, facts_of_json
 from tests.vllm.engine import MOCK_OPTIONS, MODEL, TEST_SECONDS, Vllm
-from tests.vllm.environment import place
+from tests.vllm.environment import ready_place
 from tests.vllm.load import IDS
 from tests.wire import Wire, post, soon
 
@@ -36,7 +36,7 @@ END_SECONDS = 5.0
 
 
 def test_sigterm(tmp_path: Path) -> None:
-    real = Vllm(place(os.environ), tmp_path / "vllm.log")
+    real = Vllm(ready_place(os.environ), tmp_path / "vllm.log")
     try:
         real.wait_ready()
         expected = asyncio.run(ends(real, lambda: real.process.send_signal(signal.SIGTERM)))
@@ -71,9 +71,9 @@ async def ends(engine: Vllm | Mock, stop: Callable[[], None]) -> dict[str, Facts
     """How each call ended; one that got no end is missing."""
     chance = random.Random(2)
     wires = {name: await _begin(engine.url, call, chance) for name, call in FILLERS.items()}
-    await soon(lambda: engine.metric(RUNNING) == len(wires), "the fillers run", 10)
+    await soon(lambda: engine.metric(RUNNING) == len(wires), "the fillers run")
     wires |= {name: await _begin(engine.url, call, chance) for name, call in CALLS.items()}
-    await soon(lambda: engine.metric(BEHIND) >= 1, "a call waits", 10)
+    await soon(lambda: engine.metric(BEHIND) >= 1, "a call waits")
     for name, wire in wires.items():
         if name != "whole":
             assert (await wire.head())[0] == 200
@@ -84,7 +84,8 @@ async def ends(engine: Vllm | Mock, stop: Callable[[], None]) -> dict[str, Facts
         ended = await asyncio.gather(*(_end(wire, streams=name != "whole") for name, wire in wires.items()))
         return {name: seen for name, seen in zip(wires, ended, strict=True) if seen is not None}
     finally:
-        Wire.hang_up_all()
+        for wire in wires.values():
+            wire.reset()
 
 
 async def _begin(url: str, call: tuple[int, int, bool, int], chance: random.Random) -> Wire:
