@@ -632,6 +632,7 @@ def _plan(settings: Settings, fleet: FleetSettings) -> FleetPlan:
         learns=fleet.token_factor is None,
         exact_above=fleet.exact_above,
         speculative_tokens=fleet.speculative_tokens,
+        encoder_tokens=fleet.encoder_tokens,
         media=_media_rule(fleet.media),
         share_prompt_of_n=fleet.share_prompt_of_n,
         safe_fraction=fleet.safe_fraction,
@@ -651,6 +652,9 @@ def _media_rule(media: Media) -> MediaRule:
         media.video_tokens,
         None if media.hosts is None else frozenset(media.hosts),
         media.inline,
+        media.clip_seconds,
+        media.audio_seconds_max,
+        media.audio_bytes_per_second,
     )
 
 
@@ -668,6 +672,7 @@ def _edge_settings(settings: Settings) -> EdgeSettings:
         body_bytes_max=settings.server.body_bytes_max,
         body_seconds=settings.server.body_seconds,
         bodies_bytes_max=settings.server.bodies_bytes_max,
+        audio_bytes_max=settings.server.audio_bytes_max,
         n_max=settings.server.n_max,
         overload_status=settings.answers.overload_status,
         show_replica=settings.answers.show_replica,

@@ -22,7 +22,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from gateway.core.headers import FOR_ENGINES, PROMPT_TOKENS
-from gateway.core.media import MEDIA_TOKENS, host_of
+from gateway.core.media import AUDIO_BYTES_PER_SECOND, AUDIO_SECONDS_MAX, CLIP_SECONDS, MEDIA_TOKENS, host_of
 from gateway.core.outcomes import OperatorError
 from gateway.core.request import UNRESERVED, Endpoint
 
@@ -145,6 +145,8 @@ class Auth(_Strict, frozen=True, kw_only=True):
 
 class Server(_Strict, frozen=True, kw_only=True):
     body_bytes_max: Annotated[int, Meta(ge=1_024, le=2**30)] = 8 * 2**20
+    audio_bytes_max: Annotated[int, Meta(ge=1_024, le=2**30)] = 26 * 2**20
+    """Of a form with a sound: vLLM takes files of 25 MiB."""
     body_seconds: Annotated[float, Meta(gt=0, le=3_600)] = 30
     bodies_bytes_max: Annotated[int, Meta(ge=2**20, le=2**40)] = 512 * 2**20
     grace_seconds: Annotated[float, Meta(ge=0, le=3_600)] = 30
@@ -279,6 +281,10 @@ class Media(_Strict, frozen=True, kw_only=True):
     """Lower case once loaded; None = any."""
     inline: bool = True
     """The data itself may stand in a request."""
+    clip_seconds: Annotated[int, Meta(ge=0, le=3_600)] = CLIP_SECONDS
+    """An engine cuts a longer sound into clips of this length; 0 = it does not."""
+    audio_seconds_max: Annotated[int, Meta(ge=1, le=7_200)] = AUDIO_SECONDS_MAX
+    audio_bytes_per_second: Annotated[int, Meta(ge=100, le=1_000_000)] = AUDIO_BYTES_PER_SECOND
 
 
 class Fleet(_Strict, frozen=True, kw_only=True):
@@ -291,6 +297,8 @@ class Fleet(_Strict, frozen=True, kw_only=True):
     safe_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.95
     share_prompt_of_n: bool = False
     speculative_tokens: Annotated[int, Meta(ge=0, le=1_024)] = 0
+    encoder_tokens: Annotated[int, Meta(ge=0, le=65_536)] = 0
+    """What an encoder-decoder model keeps for a sequence beside its context; Whisper: 1,500."""
     token_factor: Annotated[float, Meta(ge=0.5, le=4)] | None = None
     """None = 1.0, and what is learned from the engines' reports."""
     tokenizer: Tokenizer | str | None = None

@@ -445,9 +445,9 @@ def units_used(call: Call, demand: Demand) -> Units:
 
 
 def unshared_blocks_used(call: Call, demand: Demand) -> int | None:
-    """From the engine's `usage`; None where it sent none."""
+    """From the engine's `usage`; None where it sent none, or counts what is no block: a sound by its length."""
     usage, prompts = call.usage, call.generation.prompt_count
-    if usage is None or usage.completion_tokens is None:
+    if usage is None or usage.completion_tokens is None or call.generation.sound is not None:
         return None
     if not call.generation.endpoint.generates:
         each = -(-usage.prompt_tokens // prompts)

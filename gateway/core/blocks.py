@@ -11,6 +11,8 @@ class BlockShape:
     max_model_len: int
     block_size: int
     speculative_tokens: int = 0
+    encoder_tokens: int = 0
+    """What an encoder-decoder model keeps for its cross-attention, in blocks of their own."""
 
 
 def sequence_blocks(
@@ -35,8 +37,10 @@ def demand_blocks(
     with `s = (p - 1) // block_size`, as an engine computes a prompt's last token anew and so never shares its
     block.  The blocks of several prompts are never shared.
     """
+    beside = -(-shape.encoder_tokens // shape.block_size)
     each = [
-        sequence_blocks(p, output_tokens, shape.max_model_len, shape.block_size, shape.speculative_tokens)
+        beside
+        + sequence_blocks(p, output_tokens, shape.max_model_len, shape.block_size, shape.speculative_tokens)
         for p in prompts
     ]
     if share_prompt_of_n and len(prompts) == 1:

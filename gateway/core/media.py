@@ -17,6 +17,12 @@ from gateway.core.outcomes import Code, Refusal
 
 MEDIA_TOKENS = 4096
 """Of an image, audio or video part where the fleet has no rule of its own."""
+CLIP_SECONDS, CUT_SECONDS = 30, 1
+"""vLLM's `max_audio_clip_s` and `overlap_chunk_second`."""
+AUDIO_SECONDS_MAX = 600
+"""vLLM's `VLLM_MAX_AUDIO_DECODE_DURATION_S`."""
+AUDIO_BYTES_PER_SECOND = 1000
+"""8 kbit/s, the lowest rate of MP3; speech is seldom below twice that."""
 INLINE = "data:"
 """In place of a host: the request holds the bytes themselves."""
 NO_HOST = ""
@@ -67,6 +73,17 @@ class Media(msgspec.Struct, frozen=True):
 
 
 NO_MEDIA = Media()
+
+
+class Sound(msgspec.Struct, frozen=True):
+    """The file of a call that is speech alone."""
+
+    size: int
+    """In bytes."""
+    seconds: int | None = None
+    """None where only who decodes it could tell."""
+
+
 Source = tuple[str, str]
 """The field that names it, and the host that it is at, or INLINE, or NO_HOST."""
 
@@ -81,6 +98,23 @@ class MediaRule(msgspec.Struct, frozen=True):
     """Lower case; None = any.  An engine fetches what a URL names from where it stands."""
     inline: bool = True
     """Bytes in the request itself are taken."""
+    clip_seconds: int = CLIP_SECONDS
+    """A longer sound is cut into clips of this length; 0: it is not."""
+    audio_seconds_max: int = AUDIO_SECONDS_MAX
+    """Of a sound: engines refuse a longer one."""
+    audio_bytes_per_second: int = AUDIO_BYTES_PER_SECOND
+    """The least that a second of a compressed sound has."""
+
+    def clips(self, sound: Sound) -> int:
+        """How many an engine makes of it, each a prompt of its own; too many rather than too few.
+
+        It cuts where a clip's last second is quietest.
+        """
+        seconds = -(-sound.size // self.audio_bytes_per_second) if sound.seconds is None else sound.seconds
+        seconds = min(seconds, self.audio_seconds_max)
+        if not self.clip_seconds or seconds <= self.clip_seconds:
+            return 1
+        return 1 + -(-(seconds - self.clip_seconds) // max(1, self.clip_seconds - CUT_SECONDS))
 
     def tokens(self, media: Media) -> int:
         """A part of an unknown kind counts as the dearest."""

@@ -20,11 +20,12 @@ from gateway.core.body import (
     splice,
 )
 from gateway.core.inputs import Inputs, Layout, read_embedded, read_reranked, read_scored
-from gateway.core.media import NO_HOST, MediaRule, Source
+from gateway.core.media import NO_HOST, Media, MediaRule, Sound, Source
 from gateway.core.outcomes import Code, Refusal
 from gateway.core.prompt import (
     Prompt,
     PromptText,
+    PromptTokens,
     read_batch,
     read_chat,
     read_messages,
@@ -61,11 +62,18 @@ class Endpoint(StrEnum):
     RERANK = "/rerank"
     RERANK_V1 = "/v1/rerank"
     RERANK_V2 = "/v2/rerank"
+    TRANSCRIPTIONS = "/v1/audio/transcriptions"
+    TRANSLATIONS = "/v1/audio/translations"
 
     @property
     def generates(self) -> bool:
         """False where the answer is computed from the prompts alone: no token is sampled."""
         return self in LIMIT_FIELDS
+
+    @property
+    def takes_form(self) -> bool:
+        """Its body is a form with a file, no JSON: `audio.parse_audio` reads it."""
+        return self in (Endpoint.TRANSCRIPTIONS, Endpoint.TRANSLATIONS)
 
     @property
     def dialect(self) -> Dialect:
@@ -84,6 +92,8 @@ LIMIT_FIELDS = {
     Endpoint.COMPLETIONS: ("max_tokens",),
     Endpoint.MESSAGES: ("max_tokens",),
     Endpoint.RESPONSES: ("max_output_tokens",),
+    Endpoint.TRANSCRIPTIONS: ("max_completion_tokens",),
+    Endpoint.TRANSLATIONS: ("max_completion_tokens",),
 }
 """Where vLLM reads the output limit of what generates, the winner first.  Elsewhere than in chats it ignores
 `max_completion_tokens`.
@@ -142,6 +152,12 @@ class GenerationRequest(Request, frozen=True, kw_only=True):
     """What is counted.  Without a `layout` each is a prompt of the engine's."""
     prompt_field: str
     """Where the prompts are; named in refusals."""
+    limit_around: tuple[bytes, bytes] = (b"", b"")
+    """What comes before and after the limit where `limit_spans` are replaced."""
+    edits: tuple[Edit, ...] = ()
+    """What else is changed on the way upstream."""
+    sound: Sound | None = None
+    """What is to be understood, of which an engine makes prompts of its own."""
     layout: Layout | None = None
     """How the engine's prompts are made of `prompts`, where each is not one of them."""
 
@@ -164,10 +180,26 @@ class GenerationRequest(Request, frozen=True, kw_only=True):
 
     def by_rule(self, rule: MediaRule) -> "GenerationRequest":
         """With its media counted as a fleet counts them; of a request as it was read."""
+        if self.sound is not None:
+            return self._with_clips(self.sound, rule)
         if not any(isinstance(prompt, PromptText) and prompt.media.count for prompt in self.prompts):
             return self
         counted = (p.by_rule(rule) if isinstance(p, PromptText) else p for p in self.prompts)
         return msgspec.structs.replace(self, prompts=tuple(counted))
+
+    def _with_clips(self, sound: Sound, rule: MediaRule) -> "GenerationRequest":
+        """Each has the same text, and a sound of its own."""
+        (prompt,) = self.prompts
+        assert isinstance(prompt, PromptText)
+        media_tokens = rule.tokens(Media(audios=1))
+        shared = msgspec.structs.replace(
+            prompt,
+            media=Media(audios=1),
+            fixed_tokens=prompt.fixed_tokens + media_tokens,
+            media_tokens=media_tokens,
+        )
+        clips = (PromptTokens(0),) * rule.clips(sound)
+        return msgspec.structs.replace(self, prompts=(shared, *clips), layout=Layout())
 
     def after(self, tokens: int) -> "GenerationRequest":
         """The same behind so many tokens that the engine remembers."""
@@ -188,6 +220,7 @@ def parse(endpoint: Endpoint, body: bytes, n_max: int) -> GenerationRequest | Re
 
     A refusal names the field, its value (shortened) and the limit; its `param` is the field.
     """
+    assert not endpoint.takes_form
     try:
         if not endpoint.generates:
             return _parse_inputs(endpoint, body)
@@ -235,10 +268,12 @@ def forward(request: GenerationRequest, output_limit: int, response_id: str = ""
     """
     if not request.endpoint.generates:
         return request.body
-    number = b"%d" % output_limit
+    before, after = request.limit_around
+    number = b"%b%d%b" % (before, output_limit, after)
     edits = [(start, end, number) for start, end in request.limit_spans]
     if not edits:
         edits = [append_member(request.body, request.limit_field, number)]
+    edits += request.edits
     if request.usage_edit is not None:
         edits.append(request.usage_edit)
     if request.id_edit is not None:
@@ -250,9 +285,7 @@ def forward(request: GenerationRequest, output_limit: int, response_id: str = ""
 def _parse(endpoint: Endpoint, body: bytes, n_max: int) -> GenerationRequest:
     members = read_members(body)
     is_batch = endpoint is Endpoint.CHAT_BATCH
-    stream = (
-        read_boolean(members, "stream") and not is_batch
-    )  # its answer is one document, however it is asked for
+    stream = read_boolean(members, "stream") and not is_batch
     usage = _read_stream_options(members, body) if stream else (False, None)
     limit_field, output_limit = _read_output_limit(members, endpoint)
     min_tokens = _read_min_tokens(members, limit_field, output_limit)

@@ -85,6 +85,8 @@ class FleetShape:
     """Where its engines' own count is at hand, it is asked for while so much of the fleet is reserved; 0 = always."""
     learns: bool = False
     """Estimates are corrected by what its engines have reported of others."""
+    encoder_tokens: int = 0
+    """Kept for each sequence beside its context."""
     media: MediaRule = USUAL
     """What images, sounds and videos count, and whence they may come."""
     complete: bool = True
@@ -113,7 +115,9 @@ class FleetShape:
         longest_input = min(shortest, pool.max_prompt_tokens or shortest)
         return LaneShape(
             pool=pool,
-            blocks=BlockShape(shortest, min(p.block_size for p in pools), self.speculative_tokens),
+            blocks=BlockShape(
+                shortest, min(p.block_size for p in pools), self.speculative_tokens, self.encoder_tokens
+            ),
             prompt_tokens_max=min(shortest - 1, longest_input),
             input_tokens_max=longest_input,
             usable_max=max(p.usable_max for p in pools),

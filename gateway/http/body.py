@@ -3,13 +3,18 @@
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from gateway.core.outcomes import Code, Refusal
 from gateway.steps import Begun
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+
+
+class _Limit(NamedTuple):
+    bytes_max: int
+    setting: str
 
 
 class ClientLeft(Exception):
@@ -84,17 +89,23 @@ class BodyShare:
 
 
 async def read_body(
-    scope: Scope, receive: Receive, limit_bytes: int, seconds: float, share: BodyShare
+    scope: Scope,
+    receive: Receive,
+    limit_bytes: int,
+    seconds: float,
+    share: BodyShare,
+    setting: str = "server.body_bytes_max",
 ) -> bytes | Refusal:
-    """The whole body, or why it is not taken.  Raises ClientLeft.
+    """The whole body, or why it is not taken; `setting` is where `limit_bytes` comes from.  Raises ClientLeft.
 
     A refusal may come before all was read: its answer has to close the connection, or what is left would be parsed
     as the next request.  Holds at most `limit_bytes` and one chunk, twice for a moment at the end.
     """
-    declared = _declared_bytes(scope["headers"], limit_bytes)
+    limit = _Limit(limit_bytes, setting)
+    declared = _declared_bytes(scope["headers"], limit)
     if isinstance(declared, Refusal):
         return declared
-    collected = Begun(_collect(receive, limit_bytes, share))
+    collected = Begun(_collect(receive, limit, share))
     try:
         body = await _in_time(collected, seconds) if collected.suspended else collected.result
     except TimeoutError:
@@ -112,7 +123,7 @@ async def _in_time(collected: Begun[bytes | Refusal], seconds: float) -> bytes |
         return await collected.rest()
 
 
-async def _collect(receive: Receive, limit_bytes: int, share: BodyShare) -> bytes | Refusal:
+async def _collect(receive: Receive, limit: _Limit, share: BodyShare) -> bytes | Refusal:
     collected: list[bytes] = []
     size = 0
     while True:
@@ -121,8 +132,8 @@ async def _collect(receive: Receive, limit_bytes: int, share: BodyShare) -> byte
             raise ClientLeft
         chunk: bytes = message.get("body", b"")
         size += len(chunk)
-        if size > limit_bytes:
-            return _too_large("the request body", limit_bytes)
+        if size > limit.bytes_max:
+            return _too_large("the request body", limit)
         if not share.take(len(chunk)):
             return _no_memory(share.bytes_max)
         if chunk:
@@ -131,7 +142,7 @@ async def _collect(receive: Receive, limit_bytes: int, share: BodyShare) -> byte
             return collected[0] if len(collected) == 1 else b"".join(collected)
 
 
-def _declared_bytes(headers: Iterable[tuple[bytes, bytes]], limit_bytes: int) -> int | Refusal | None:
+def _declared_bytes(headers: Iterable[tuple[bytes, bytes]], limit: _Limit) -> int | Refusal | None:
     """What the headers say of the body's length, None where they leave it open."""
     lengths = set()
     chunked = False
@@ -150,9 +161,9 @@ def _declared_bytes(headers: Iterable[tuple[bytes, bytes]], limit_bytes: int) ->
     if lengths or chunked or not length.isdigit():
         return _invalid("content-length has to be one whole number, and alone")
     digits = length.lstrip(b"0") or b"0"
-    if len(digits) > 18 or int(digits) > limit_bytes:
+    if len(digits) > 18 or int(digits) > limit.bytes_max:
         return _too_large(
-            f"a request body of {digits[:18].decode()}{'...' * (len(digits) > 18)} bytes", limit_bytes
+            f"a request body of {digits[:18].decode()}{'...' * (len(digits) > 18)} bytes", limit
         )
     return int(digits)
 
@@ -162,8 +173,8 @@ def _no_memory(bytes_max: int) -> Refusal:
     return Refusal(Code.CAPACITY_EXCEEDED, words, retry_ms=1_000)
 
 
-def _too_large(what: str, limit_bytes: int) -> Refusal:
-    return Refusal(Code.BODY_TOO_LARGE, f"{what} is over server.body_bytes_max ({limit_bytes} bytes)")
+def _too_large(what: str, limit: _Limit) -> Refusal:
+    return Refusal(Code.BODY_TOO_LARGE, f"{what} is over {limit.setting} ({limit.bytes_max} bytes)")
 
 
 def _invalid(message: str) -> Refusal:

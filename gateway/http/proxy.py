@@ -108,6 +108,8 @@ class EdgeSettings:
     """Retries of a key that are queued for each of its first attempts."""
     pass_through: frozenset[str] = frozenset()
     """Paths that lead to an engine beside those that are known."""
+    audio_bytes_max: int = 26 * 2**20
+    """Of a form with a sound."""
     unreserved_max: int = 64
     """Calls that reserve nothing, under way at once."""
     keepalive_seconds: float = 0
@@ -295,8 +297,7 @@ class Proxy:
         refusal = self._refuse_unread(visit, scope, headers)
         if refusal:
             return await self._refuse_early(visit, refusal, close=True)
-        limits = self._settings.body_bytes_max, self._settings.body_seconds
-        body = await self._calls.read(read_body(scope, visit.incoming, *limits, visit.share))
+        body = await self._calls.read(self._read_body(visit, scope))
         visit.began = time.monotonic()
         if isinstance(body, Refusal):
             return await self._refuse_early(visit, body, close=True)
@@ -304,6 +305,13 @@ class Proxy:
         if isinstance(call, Refusal):
             return await self._refuse_early(visit, call, close=False)
         await self._serve(visit, call, visit.incoming)
+
+    def _read_body(self, visit: _Visit, scope: Scope) -> Coroutine[Any, Any, bytes | Refusal]:
+        settings, setting = self._settings, "server.body_bytes_max"
+        bytes_max = settings.body_bytes_max
+        if visit.route.takes_form:
+            bytes_max, setting = settings.audio_bytes_max, "server.audio_bytes_max"
+        return read_body(scope, visit.incoming, bytes_max, settings.body_seconds, visit.share, setting)
 
     # -- before there is a call ----------------------------------------------------------------------------------
 

@@ -162,7 +162,13 @@ class AnswerRelay:
     def _inspect(self, body: bytes) -> AnswerFacts:
         if self._is_response:
             return inspect_response(body)
-        return inspect_message(body) if self._is_anthropics else inspect_answer(body)
+        if self._is_anthropics:
+            return inspect_message(body)
+        facts = inspect_answer(body)
+        is_plain = not dict(self._headers).get(b"content-type", b"").startswith(b"application/json")
+        if facts.failure is Failure.NOT_JSON and self._call.generation.sound is not None and is_plain:
+            return AnswerFacts(None, None)  # subtitles, or the text alone
+        return facts
 
     def _inspector(self) -> StreamInspector:
         if self._is_anthropics:

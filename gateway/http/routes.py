@@ -5,6 +5,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from urllib.parse import parse_qs
 
+from gateway.core.audio import parse_audio
 from gateway.core.outcomes import Code, Refusal
 from gateway.core.request import UNRESERVED, Dialect, Endpoint, Request, parse, read_passed
 from gateway.http.body import Scope
@@ -24,10 +25,20 @@ class Route:
     """False for a path that an operator has allowed: what a request there does is not known."""
 
     @property
+    def takes_form(self) -> bool:
+        """Its body is a form with a file."""
+        return self.endpoint is not None and self.endpoint.takes_form
+
+    @property
     def of_responses(self) -> bool:
         return self in _STORED
 
     def read(self, scope: Scope, body: bytes, n_max: int) -> Request | Refusal:
+        if self.takes_form:
+            assert self.endpoint is not None
+            kinds = [value for name, value in scope["headers"] if name == b"content-type"]
+            kind = kinds[0] if len(kinds) == 1 else b""
+            return parse_audio(self.endpoint, kind, body, n_max)
         if self.endpoint is not None:
             return parse(self.endpoint, body, n_max)
         if self.of_responses:

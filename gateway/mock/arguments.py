@@ -69,6 +69,7 @@ def server_options(args: argparse.Namespace) -> Options:
         api_key=args.api_key,
         runner=args.runner,
         convert=args.convert,
+        listens=args.listens,
         responses_store=args.responses_store,
         dev_mode=args.dev_mode,
         enable_request_id_headers=args.enable_request_id_headers,
@@ -99,6 +100,9 @@ def _add_mock_arguments(group: "argparse._ArgumentGroup") -> None:
     )
     group.add_argument(
         "--dev-mode", action="store_true", help="vLLM's VLLM_SERVER_DEV_MODE=1: /pause, /sleep and others"
+    )
+    group.add_argument(
+        "--listens", action="store_true", help="the model understands speech: /v1/audio/* with WAV files"
     )
     group.add_argument(
         "--responses-store", action="store_true", help="vLLM's VLLM_ENABLE_RESPONSES_API_STORE=1"

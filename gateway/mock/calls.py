@@ -45,6 +45,7 @@ class Api(StrEnum):
     TEXT = "text"
     MESSAGES = "messages"
     RESPONSES = "responses"
+    AUDIO = "audio"
     EMBEDDING = "embedding"
     POOLING = "pooling"
     LABELS = "labels"

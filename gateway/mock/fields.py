@@ -74,6 +74,25 @@ POOLING_FIELDS: Mapping[str, Kind] = {
     "max_tokens_per_query": int,
     "max_tokens_per_doc": int,
 }
+AUDIO_FIELDS: Mapping[str, Kind] = {
+    "model": str,
+    "prompt": str,
+    "language": str,
+    "hotwords": str,
+    "response_format": str,
+    "stream": bool,
+    "use_beam_search": bool,
+    "n": int,
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "min_p": float,
+    "seed": int,
+    "frequency_penalty": float,
+    "repetition_penalty": float,
+    "presence_penalty": float,
+    "max_completion_tokens": int,
+}
 _USAGE_FIELDS: Mapping[str, Kind] = {"include_usage": bool, "continuous_usage_stats": bool}
 _BOOLEAN = "Input should be a valid boolean"
 _NUMBER = "Input should be a valid number"

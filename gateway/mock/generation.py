@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from gateway.mock import anthropic, calls, openai, pooling, responses
+from gateway.mock import anthropic, audio, calls, openai, pooling, responses
 from gateway.mock.bodies import Refusal, parse_object
 from gateway.mock.calls import Api, Call, Server
 from gateway.mock.control import Control
@@ -30,6 +30,10 @@ GENERATING_PARSERS: Mapping[str, tuple[Api, Parse]] = {
     "/v1/messages": (Api.MESSAGES, anthropic.parse_messages),
     "/v1/responses": (Api.RESPONSES, responses.parse_responses),
 }
+_AUDIO_PARSERS: Mapping[str, tuple[Api, Parse]] = {
+    "/v1/audio/transcriptions": (Api.AUDIO, audio.parse_audio),
+    "/v1/audio/translations": (Api.AUDIO, audio.parse_audio),
+}
 _SCORES = (Api.SCORE, pooling.parse_score)
 _RANKS = (Api.RERANK, pooling.parse_rerank)
 _SCORING_PARSERS: Mapping[str, tuple[Api, Parse]] = {
@@ -52,19 +56,23 @@ _SHAPES: Mapping[Api, Callable[[Call, int], Shape]] = {
     Api.TEXT: openai.OpenAIStream,
     Api.MESSAGES: anthropic.MessagesStream,
     Api.RESPONSES: responses.ResponsesStream,
+    Api.AUDIO: audio.TranscriptionStream,
 }
 _WHOLE: Mapping[Api, Callable[[Progress, int, Extras], dict[str, Any]]] = {
     Api.CHAT: openai.full_answer,
     Api.TEXT: openai.full_answer,
     Api.MESSAGES: anthropic.message,
     Api.RESPONSES: responses.response,
+    Api.AUDIO: audio.transcription,
     **dict.fromkeys((Api.EMBEDDING, Api.POOLING, Api.LABELS, Api.SCORE, Api.RERANK), pooling.answer),
 }
 
 
 def parsers(options: Options) -> Mapping[str, tuple[Api, Parse]]:
     """The routes of calls that a server of these options has."""
-    return GENERATING_PARSERS if options.runner == "generate" else _POOLING_PARSERS[options.convert]
+    if options.runner != "generate":
+        return _POOLING_PARSERS[options.convert]
+    return {**GENERATING_PARSERS, **_AUDIO_PARSERS} if options.listens else GENERATING_PARSERS
 
 
 class Generation:
@@ -124,8 +132,11 @@ class Generation:
     async def _answer(self, exchange: Exchange, record: Record, route: str, raw: bytes) -> State:
         api, parse = self._parsers[route]
         try:
-            exchange.check_json()
-            body = parse_object(raw)
+            if api is Api.AUDIO:
+                body = await audio.read_form(exchange, raw)
+            else:
+                exchange.check_json()
+                body = parse_object(raw)
             call = parse(body, exchange.request_id or _own_id(body), self._server)
             rank = self._rank(exchange)
         except Refusal as refusal:

@@ -18,6 +18,8 @@ class Options:
     """"pooling": the model embeds and scores, and generates nothing."""
     convert: str = "embed"
     """"classify": a model that pools scores queries and documents together, and embeds nothing."""
+    listens: bool = False
+    """Mock-only: the model understands speech, so that the server has the routes of audio."""
     responses_store: bool = False
     """vLLM's VLLM_ENABLE_RESPONSES_API_STORE=1: responses can be asked for again."""
     dev_mode: bool = False

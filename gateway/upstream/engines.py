@@ -45,6 +45,7 @@ class FleetPlan:
     lease_ms: int
     heartbeat_ms: int
     media: MediaRule = USUAL
+    encoder_tokens: int = 0
 
 
 class WatchedEngines:
@@ -166,6 +167,7 @@ class WatchedEngines:
             learns=plan.learns,
             speculative_tokens=plan.speculative_tokens,
             media=plan.media,
+            encoder_tokens=plan.encoder_tokens,
             share_prompt_of_n=plan.share_prompt_of_n and not self._unshared,
             pools=tuple(_pool_shape(name, most, known[name]) for name, most in plan.pools if name in known),
             lanes=plan.lanes,
