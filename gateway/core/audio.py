@@ -6,7 +6,7 @@ Source: `SpeechToTextBaseServing` and the routes' protocols of vLLM 0.32.
 import re
 
 from gateway.core.body import Edit, Refused, shorten
-from gateway.core.form import Form, Part, read_form
+from gateway.core.form import Form, read_form
 from gateway.core.media import Sound
 from gateway.core.outcomes import Code, Refusal
 from gateway.core.prompt import PromptText, text_bytes
@@ -69,7 +69,7 @@ def _parse(endpoint: Endpoint, form: Form, body: bytes, n_max: int) -> Generatio
         sequences_per_prompt=_sequences(form, n_max),
         prompts=(prompt,),
         prompt_field=FILE,
-        sound=sound_of(file),
+        sound=Sound(file.size, _wave_seconds(form.value(file), file.size)),
     )
 
 
@@ -115,13 +115,11 @@ def _flag(form: Form, name: str) -> bool:
 # The sound --------------------------------------------------------------------------------------------------
 
 
-def sound_of(file: Part) -> Sound:
-    """How long it is, where its own head says so in a way that its decoder is bound to, too."""
-    return Sound(file.size, _wave_seconds(memoryview(file.value), file.size))
-
-
 def _wave_seconds(data: memoryview, size: int) -> int | None:
-    """Of a WAV file, rounded up, by all of its bytes; None for any other, or a compressed one."""
+    """Of a WAV file, rounded up, by all of its bytes; None for any other, or a compressed one.
+
+    Its head binds whoever decodes it, too.
+    """
     if bytes(data[:4]) != b"RIFF" or bytes(data[8:12]) != b"WAVE":
         return None
     at = 12

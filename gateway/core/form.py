@@ -3,7 +3,7 @@
 By the parser of Starlette, which vLLM reads it with: a second opinion on where a part ends would be a second request.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from python_multipart.exceptions import FormParserError
@@ -33,18 +33,14 @@ class Part:
     size: int = 0
     """Bytes of its value."""
     start: int = 0
-    """Where the value begins in the body, where it is there in one piece."""
-    pieces: list[memoryview] = field(default_factory=list)
-
-    @property
-    def value(self) -> memoryview | bytes:
-        return self.pieces[0] if len(self.pieces) == 1 else b"".join(self.pieces)
+    """Where the value begins in the body."""
 
 
 class Form:
     """The parts of a body by their names, of which each may come once."""
 
     def __init__(self, body: bytes, boundary: bytes, parts: list[Part]) -> None:
+        self._view = memoryview(body)
         self._boundary = boundary
         self._begin = body.index(b"--" + boundary)
         self._parts: dict[str, Part] = {}
@@ -60,6 +56,9 @@ class Form:
     def get(self, name: str) -> Part | None:
         return self._parts.get(name)
 
+    def value(self, part: Part) -> memoryview:
+        return self._view[part.start : part.start + part.size]
+
     def text(self, name: str) -> str | None:
         """A field that is no file; None where it is not given or empty, as FastAPI reads it.  Raises Refused."""
         part = self._parts.get(name)
@@ -70,7 +69,7 @@ class Form:
                 Code.INVALID_VALUE, f"`{name}` must be a plain field of the form, not a file.", name
             )
         try:
-            return bytes(part.value).decode()
+            return bytes(self.value(part)).decode()
         except UnicodeDecodeError:
             raise Refused(Code.INVALID_VALUE, f"`{name}` is not UTF-8.", name) from None
 
@@ -81,7 +80,6 @@ class Form:
         """
         part = self._parts.get(name)
         if part is not None and part.size:
-            assert len(part.pieces) == 1, "a value that is replaced was read as a word"
             return part.start, part.start + part.size, b"", b""
         if part is not None:
             raise Refused(Code.INVALID_VALUE, f"`{name}` is empty.", name)
@@ -130,7 +128,6 @@ class _Reader:
         self.parts: list[Part] = []
         self.is_complete = False
         self._body = body
-        self._view = memoryview(body)
         self._part = Part()
         self._field_bytes = 0
         self._name, self._value = b"", b""
@@ -175,13 +172,13 @@ class _Reader:
         self._part.is_file = b"filename" in options
 
     def _on_part_data(self, data: bytes, start: int, end: int) -> None:
-        """`data` is the body, but for the beginning of what turned out to be no boundary."""
+        """Of a body that is written at once `data` is that, and what is called here follows on each other."""
         part = self._part
-        if not part.pieces:
+        if not part.size:
             part.start = start
-        is_body = data is self._body
-        part.pieces.append(self._view[start:end] if is_body else memoryview(bytes(data[start:end])))
-        part.size += end - start
+        assert data is self._body
+        assert start == part.start + part.size
+        part.size = end - part.start
         if not part.is_file:
             self._field_bytes += end - start
             if self._field_bytes > FIELD_BYTES_MAX:
