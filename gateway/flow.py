@@ -234,6 +234,10 @@ class Flow:
 
     async def _pass_on(self, call: Call, client: Client) -> Refusal | Step | None:
         """As `_serve`: to any replica that answers, however full it is."""
+        if not call.request.response_id:  # what an engine has begun is not new
+            refusal = await call.fleet.ledger.closed()
+            if refusal:
+                return refusal
         call.advance(Event.COUNTED)
         try:
             while True:

@@ -146,6 +146,13 @@ class Ledger(Protocol):
         """
         ...
 
+    async def closed(self) -> Refusal | None:
+        """What a call hears that needs no reservation, where an operator has closed the fleet, up to a second ago.
+
+        None also where the store has no answer soon and had none before.
+        """
+        ...
+
     def counted(self, admission: Admission) -> AbstractContextManager[Ahead]:
         """While a call is asked about and counted: it will wait before those that come to be counted meanwhile."""
         ...

@@ -73,7 +73,7 @@ class Sharing:
 
         No batch may be on its way, and the gate has to be open.
         """
-        owners = await _read(connection, "owners")
+        owners = await read_hash(connection, "owners")
         replicas = await read_replicas(connection)
         if owners:
             self.portions = portions(replicas, len(owners), self._running().values())
@@ -190,12 +190,12 @@ def _holding(ask: Ask) -> Holding:
 
 async def read_replicas(connection: Connection) -> list[Replica]:
     """As the store has them.  Raises StoreAway."""
-    rows = await _read(connection, "replicas")
+    rows = await read_hash(connection, "replicas")
     return [_replica(name, packed) for name, packed in rows.items()]
 
 
-async def _read(connection: Connection, name: str) -> dict[bytes, Any]:
-    """One key's whole content."""
+async def read_hash(connection: Connection, name: str) -> dict[bytes, Any]:
+    """One key's whole content.  Raises StoreAway."""
     found: dict[bytes, Any] = {}
     cursor: bytes = b"0"
     while True:

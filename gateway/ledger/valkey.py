@@ -18,12 +18,13 @@ from gateway.core import quota
 from gateway.core.books import FleetConfig
 from gateway.core.events import Healed, Observer
 from gateway.core.forecast import Forecast, Run
-from gateway.core.order import DIGEST_MODULUS, FIRST_APPOINTMENT_MS, ID_BITS, OPERATOR
+from gateway.core.order import DIGEST_MODULUS, FIRST_APPOINTMENT_MS, ID_BITS, OPERATOR, SHUT_RETRY_MS
 from gateway.core.outcomes import Code, Refusal
 from gateway.core.rests import Why
 from gateway.core.share import Denied
 from gateway.ledger.api import Admission, Ahead, Lost
 from gateway.ledger.channel import Channel, Result
+from gateway.ledger.closed import Closed
 from gateway.ledger.connection import REPLY_SECONDS, Connection
 from gateway.ledger.fingerprints import Fingerprints
 from gateway.ledger.keeper import Keeper
@@ -124,9 +125,9 @@ class ValkeyLedger:
         self.sharing = Sharing(self, self._asks, config, share_seconds, observer)
         prefix = key_prefix(fleet) + "wake:"
         self.channel = Channel(prefix, self.offer)
-        self._keeper = Keeper(
-            self, Connection(url, fleet_keys(fleet), observer, reply_seconds), url, prefix, config, observer
-        )
+        connection = Connection(url, fleet_keys(fleet), observer, reply_seconds)
+        self._keeper = Keeper(self, connection, url, prefix, config, observer)
+        self._closed = Closed(connection, self.now)
         self.seats = Seats(self._keeper.ask)
 
     # -- the request path ----------------------------------------------------------------------------------------
@@ -146,6 +147,11 @@ class ValkeyLedger:
 
     def note_fill(self, fill: float) -> None:
         self._fill = fill
+
+    async def closed(self) -> Refusal | None:
+        if not await self._closed():
+            return None
+        return Refusal(Code.GATE_CLOSED, _FIXED_WORDS[Code.GATE_CLOSED], retry_ms=SHUT_RETRY_MS)
 
     @property
     def opened(self) -> bool:

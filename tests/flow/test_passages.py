@@ -13,13 +13,16 @@ import pytest
 from gateway.core.events import CallEnded
 from gateway.core.lifecycle import Event
 from gateway.core.outcomes import Code, Outcome
+from gateway.core.responses import new_id
 from gateway.http.auth import Key
 from gateway.http.relay import AnswerCutOff
+from gateway.ledger.closed import Closed
+from gateway.ledger.wire import StoreAway
 from gateway.mock.engine import EngineConfig
 from gateway.upstream.limits import UpstreamLimits
 from tests.flow.driver import Visitor
 from tests.flow.engines import STREAM_HEAD, Peer, RawEngine, chunk, mock_engine, raw_engine, whole
-from tests.flow.world import LONG, MESSAGES, World, gateway, soon
+from tests.flow.world import LONG, MESSAGES, World, gateway, soon, soon_true
 
 TOKENIZE, DETOKENIZE, COUNT = "/tokenize", "/detokenize", "/v1/messages/count_tokens"
 ASKED = {"model": "demo", "prompt": "one two"}
@@ -350,3 +353,56 @@ async def test_what_may_have_been_done_is_not_done_again(store_url: str) -> None
         assert [(await world.visit(b"{}", path=OTHER)).status for _ in range(2)] == [200, 200]
         assert json.loads(b.bodies[-1]) == {}
         await world.quiet()
+
+
+async def test_a_closed_fleet_takes_no_new_call_of_any_kind(store_url: str) -> None:
+    """Within a second; what an engine has begun can still be asked for, and ended."""
+    async with mocked(store_url, pass_through=[OTHER]) as world:
+        assert (await world.visit(ASKED, path=TOKENIZE)).status == 200
+        await world.ledger.shut(True)
+
+        async def refused() -> bool:
+            visitor = await world.visit(ASKED, path=TOKENIZE)
+            return visitor.status == 429 and visitor.json["error"]["code"] == Code.GATE_CLOSED
+
+        await soon_true(refused, "the word is heard")
+        visitor = await world.visit(b"", path=OTHER, method="GET")
+        assert (visitor.status, visitor.header("x-kvgate-reason")) == (429, Code.GATE_CLOSED)
+        assert visitor.header("retry-after") == "5"
+        mine = new_id("0" * 16, (world.ledger.fleet, "a"), "anonymous")
+        visitor = await world.visit(b"", path=f"/v1/responses/{mine}", method="GET")
+        assert (visitor.status, visitor.json["error"]["param"]) == (404, "response_id"), "the engine says so"
+        await world.ledger.shut(False)
+
+        async def served() -> bool:
+            return (await world.visit(ASKED, path=TOKENIZE)).status == 200
+
+        await soon_true(served, "it is open again")
+        await world.quiet()
+
+
+async def test_the_store_is_asked_once_a_second_whether_a_fleet_is_closed(
+    store_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = 0
+
+    async def read(*_: object) -> dict[bytes, bytes]:
+        nonlocal asked
+        asked += 1
+        return {b"shut": b"1"}
+
+    monkeypatch.setattr("gateway.ledger.closed.read_hash", read)
+    clock = 100.0
+    closed = Closed(None, lambda: clock)  # type: ignore[arg-type]
+    assert [await closed() for _ in range(3)] == [True] * 3
+    assert asked == 1
+    clock += 1
+
+    async def away(*_: object) -> dict[bytes, bytes]:
+        nonlocal asked
+        asked += 1
+        raise StoreAway("gone")
+
+    monkeypatch.setattr("gateway.ledger.closed.read_hash", away)
+    assert [await closed() for _ in range(3)] == [True] * 3, "the last word counts"
+    assert asked == 2
