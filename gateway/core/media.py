@@ -7,7 +7,6 @@ Source: `_parse_chat_message_content_mm_part` and `MediaConnector` of vLLM 0.32.
 
 import re
 from collections.abc import Iterator, Mapping
-from enum import StrEnum
 from typing import Any
 
 import msgspec
@@ -29,33 +28,34 @@ NO_HOST = ""
 """In place of a host: a URL whose host two readers could read differently, or that has none (`file:`)."""
 _HOST_CHARS_SHOWN = 64
 
+_URL_CHARS_MAX = 8192
+"""A longer one names no host that would be looked for in it."""
 _PLAIN_URL = re.compile(
-    r"https?://(?P<host>[a-z0-9._-]+|\[[0-9a-f:.]+\])(?::[0-9]{1,5})?(?:[/?#][!-\[\]-~]*)?", re.I
+    r"https?://(?P<host>[a-z0-9._-]{1,253}+|\[[0-9a-f:.]{2,45}+\])(?::[0-9]{1,5})?(?:[/?#][!-\[\]-~]*+)?",
+    re.I,
 )
 """Without a login, a backslash, or anything but printable ASCII: what parsers of URLs disagree about."""
 
 
-class Kind(StrEnum):
-    IMAGE = "image"
-    AUDIO = "audio"
-    VIDEO = "video"
-    OTHER = "other"
-
+IMAGE, AUDIO, VIDEO, OTHER = range(4)
+"""Kinds, in the order of the fields of `Media`; no enum, since what hashes one is Python."""
+KINDS = 4
 
 _KINDS = {
-    "image_url": Kind.IMAGE,
-    "input_image": Kind.IMAGE,
-    "image_pil": Kind.IMAGE,
-    "audio_url": Kind.AUDIO,
-    "input_audio": Kind.AUDIO,
-    "video_url": Kind.VIDEO,
+    "image_url": IMAGE,
+    "input_image": IMAGE,
+    "image_pil": IMAGE,
+    "audio_url": AUDIO,
+    "input_audio": AUDIO,
+    "video_url": VIDEO,
 }
 """By a part's type, or by the field that has it, in the order in which vLLM looks for one."""
-_ANTHROPICS = {"image": Kind.IMAGE, "computer_screenshot": Kind.IMAGE}
+_KINDS_BY_TYPE = {**_KINDS, "image": IMAGE, "computer_screenshot": IMAGE}
 _EMBEDS = frozenset({"image_embeds", "audio_embeds", "video_embeds", "prompt_embeds"})
 """Tensors: how many tokens one is, is told by it alone."""
 _URLS = ("image_url", "audio_url", "video_url", "input_image", "file_url")
 _DATA = ("input_audio", "file_data")
+_GIVEN_BY = frozenset((*_URLS, *_DATA))
 
 
 class Media(msgspec.Struct, frozen=True):
@@ -141,34 +141,34 @@ class MediaRule(msgspec.Struct, frozen=True):
 USUAL = MediaRule()
 
 
-def kind_of(part: Mapping[str, Any]) -> Kind:
+def kind_of(part: Mapping[str, Any]) -> int:
     """Of a part that is no text, or not only.  Raises Refused for a tensor.
 
     With a `uuid`, or without a type, the first field counts that holds media, whatever else there is.
     """
     type_ = str(part.get("type"))
-    by_type = _KINDS.get(type_) or _ANTHROPICS.get(type_)
-    is_by_type = by_type is not None and part.get("uuid") is None
+    by_type = _KINDS_BY_TYPE.get(type_)
+    if by_type is not None and part.get("uuid") is None:
+        return by_type
     embeds = type_ if type_ in _EMBEDS else next((name for name in part if name in _EMBEDS), None)
-    if embeds is not None and not is_by_type:
+    if embeds is not None:
         message = f"`{embeds}` is not accepted: its tokens cannot be counted before the engine has them."
         raise Refused(Code.INVALID_VALUE, message, embeds)
-    if by_type is not None and is_by_type:
-        return by_type
-    by_field = next((kind for name, kind in _KINDS.items() if name in part), None)
-    return by_field or by_type or Kind.OTHER
+    by_field = next((kind for name, kind in _KINDS.items() if name in part), by_type)
+    return OTHER if by_field is None else by_field
 
 
 def sources_of(part: Mapping[str, Any]) -> Iterator[Source]:
     """Whence a part has its data, by every field that may say so."""
-    for name in _URLS:
-        url = part.get(name)
-        url = url.get("url") if isinstance(url, dict) else url
+    for name in _GIVEN_BY.intersection(part):
+        value = part[name]
+        if name in _DATA:
+            if value is not None:
+                yield name, INLINE
+            continue
+        url = value.get("url") if isinstance(value, dict) else value
         if isinstance(url, str):
             yield name, host_of(url)
-    for name in _DATA:
-        if part.get(name) is not None:
-            yield name, INLINE
     source = part.get("source")
     if isinstance(source, dict):
         by_url = source.get("type") == "url"
@@ -179,7 +179,7 @@ def host_of(url: str) -> str:
     """In lower case; INLINE for a `data:` URL, NO_HOST for one whose host is not certain."""
     if url[: len(INLINE)].lower() == INLINE:
         return INLINE
-    found = _PLAIN_URL.fullmatch(url)
+    found = _PLAIN_URL.fullmatch(url) if len(url) <= _URL_CHARS_MAX else None
     return found["host"].lower() if found else NO_HOST
 
 

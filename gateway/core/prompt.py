@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from gateway.core.body import Member, Members, Refused, decode, is_given, read_value, shown
-from gateway.core.media import NO_MEDIA, USUAL, Kind, Media, MediaRule, Source, kind_of, sources_of
+from gateway.core.media import KINDS, NO_MEDIA, USUAL, Media, MediaRule, Source, kind_of, sources_of
 from gateway.core.outcomes import Code
 
 PROMPTS_MAX = 1024
@@ -320,7 +320,7 @@ class _Gathered:
     """What was found in a chat so far."""
 
     texts: list[Text] = field(default_factory=list)
-    media: dict[Kind, int] = field(default_factory=dict)
+    media: list[int] = field(default_factory=lambda: [0] * KINDS)
     sources: dict[Source, None] = field(default_factory=dict)
     fixed_tokens: int = 0
     field: str = "messages"
@@ -342,13 +342,13 @@ class _Gathered:
         else:
             self.texts.append(literal_text(literal))
 
-    def add_media(self, kind: Kind) -> None:
+    def add_media(self, kind: int) -> None:
         self._add_piece()
-        self.media[kind] = self.media.get(kind, 0) + 1
+        self.media[kind] += 1
 
     def prompt(self, escape_bytes: int = 0) -> PromptText:
         """`escape_bytes`: as there."""
-        media, texts = Media(*(self.media.get(kind, 0) for kind in Kind)), tuple(self.texts)
+        media, texts = Media(*self.media), tuple(self.texts)
         media_tokens = USUAL.tokens(media)
         utf8_bytes, fixed = sum(map(text_bytes, texts)), self.fixed_tokens + media_tokens
         return PromptText(texts, fixed, utf8_bytes, escape_bytes, media, media_tokens, tuple(self.sources))
@@ -460,7 +460,8 @@ def _read_part(part: Any, gathered: _Gathered, place: _Place) -> None:
     if kind in _TEXT_KEYS and isinstance(text, str) and part.get("uuid") is None:
         return
     gathered.add_media(kind_of(part))
-    gathered.sources |= dict.fromkeys(sources_of(part))
+    for source in sources_of(part):
+        gathered.sources[source] = None
 
 
 def _read_result(part: dict[str, Any], gathered: _Gathered, place: _Place) -> None:
