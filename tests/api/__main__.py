@@ -1,0 +1,5 @@
+"""Writes docs/api.md: `python -m tests.api`."""
+
+from tests.api.document import DOCUMENT, written
+
+DOCUMENT.write_text(written())
