@@ -92,6 +92,10 @@ class Joint:
         if self._inside is not None:
             self._inside.first_token()
 
+    def grow(self, held: int, base: int, path: bytes) -> None:
+        if self._inside is not None:
+            self._inside.grow(held, base, path)
+
     def settle(self, used_blocks: int | None, cost: int | None, used: Units | None = None) -> None:
         if self._inside is not None:
             self._inside.settle(used_blocks, cost, used)

@@ -2,7 +2,7 @@
 -- its engine has taught.
 -- args: now, prefix of the wake channels, then
 --   'fleet', config, replicas: cmsgpack of {lease_ms, heartbeat_ms, overtake_blocks, {{lane, {pool...}}...},
---     {{class, share in thousandths}...}} and of {{name, pool, limit, usable, sequences_max, prefill_max}...};
+--     {{class, share in thousandths}...}} and of {{name, pool, limit, usable, sequences_max, prefill_max, mode}...};
 --     limit -1 = unknown: what the store has is kept
 --   'replica', name, 1 or 0: it answers, or it does not
 --   'rest', teller, name, why: it gets no new calls, as far as the teller ('operator', or an owner) is concerned;
@@ -28,13 +28,9 @@ local function take_down(replica, state)
   books.meta.dirty = 1
 end
 
-local function configure_replica(name, pool, limit, usable, sequences_max, prefill_max)
-  local replica = books.replicas[name]
-  if not replica then
-    replica = {name = name, pool = pool, limit = 0, usable = 0, sequences_usable = 0, sequences_max = 0,
-      prefill_max = 0, used = 0, sequences = 0, prefill = 0, state = 'removed', held_for = ''}
-  end
-  replica.pool = pool
+local function configure_replica(name, pool, limit, usable, sequences_max, prefill_max, mode)
+  local replica = books.replicas[name] or books.new_replica(name, pool)
+  replica.pool, replica.mode = pool, mode
   if replica.state == 'removed' then
     if limit < 0 then replica.state = 'down' else rests.let_answer(replica) end
   end

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from gateway.core.elastic import ELASTIC, GUARANTEED, POINTS, SUM_MAX, Path, bound_holds, flat, pack, unpack
 from gateway.core.order import (
     APPOINTMENT_MAX_MS,
     ASKED_BACK,
@@ -53,6 +54,9 @@ class ReplicaConfig:
     sequences_max: int = 0
     prefill_max: int = 0
     """Prompt tokens that may be in prefill at once."""
+    mode: str = GUARANTEED
+    """GUARANTEED: every call there is charged in full; ELASTIC: none that was promised the guarantee is there; SHARED:
+    both are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +83,26 @@ class Replica:
     sequences_max: int = 0
     prefill_max: int = 0
     used: int = 0
+    """What the calls there hold now."""
     sequences: int = 0
     prefill: int = 0
     state: str = "up"
     """`up`, `draining` (it answers, and gets no new calls), `down`, or `removed` from the configuration."""
     held_for: str = ""
+    mode: str = GUARANTEED
+    full: int = 0
+    """The whole demands of the calls there."""
+    assured: int = 0
+    """Those of the calls that are charged in full."""
+    elastic: int = 0
+    """Calls there that are charged by their paths."""
+    base: int = 0
+    """What their paths are made for (`core/elastic.py`); 0 while there are none."""
+    sums: bytes = b""
+    """The sum of their paths, packed as one; empty while there are none."""
+
+    def points(self) -> Path:
+        return unpack(self.sums) if self.sums else (0,) * POINTS
 
 
 @dataclass(slots=True)
@@ -139,6 +158,17 @@ class Call:
     """Hash of its key and `Idempotency-Key`: while it lives no other call is admitted under the same."""
     fingerprint: str = ""
     """Of the request, kept only beside `once`."""
+    held: int = 0
+    """What it holds of its replica now: `asked` where it is charged by its path, else `blocks`."""
+    asked: int = 0
+    """What it is to hold where it is charged by its path."""
+    base: int = 0
+    path: bytes = b""
+    """What it may hold later (`core/elastic.py`), for replicas of the size `base`; empty: it is charged in full."""
+    elastic: int = 0
+    """1 = its path is in its replica's sums: it is charged by it."""
+    promised: int = 0
+    """1 = it was promised the guarantee: it is charged in full, and on no replica whose mode is ELASTIC."""
     expected_ms: int | None = None
     """What was found of its wait when it was admitted; not in the store."""
 
@@ -569,7 +599,7 @@ class Books:
         unknown = wanted.limit < 0
         if replica is None:
             replica = self.replicas[wanted.name] = Replica(wanted.name, wanted.pool, state="removed")
-        replica.pool = wanted.pool
+        replica.pool, replica.mode = wanted.pool, wanted.mode
         if replica.state == "removed" and unknown:
             replica.state = "down"
         elif replica.state == "removed":
@@ -632,6 +662,7 @@ class Books:
             and replica.pool in self._pools(call.lane)
             and call.blocks <= replica.usable
             and call.sequences <= replica.sequences_usable
+            and not (call.promised and replica.mode == ELASTIC)
         )
 
     def _could_use(self, call: Call, replica: Replica) -> bool:
@@ -646,10 +677,23 @@ class Books:
         return (
             self._could_use(call, replica)
             and replica.held_for in ("", call.id)
-            and (replica.used + call.blocks <= replica.limit or replica.used == 0)
+            and self._has_blocks(call, replica)
             and (replica.sequences + call.sequences <= replica.sequences_max or replica.sequences == 0)
             and (replica.prefill + call.prefill <= replica.prefill_max or replica.prefill == 0)
         )
+
+    def _has_blocks(self, call: Call, replica: Replica) -> bool:
+        """For what it would hold now, and in all likelihood for what all calls there will hold later."""
+        if replica.used == 0:
+            return True
+        by_path = _is_by_path(call, replica)
+        if replica.used + (call.asked if by_path else call.blocks) > replica.limit:
+            return False
+        if replica.full + call.blocks <= replica.limit:  # safe, whatever they write
+            return True
+        path = unpack(call.path) if by_path else flat(call.blocks)
+        base = replica.base or call.base
+        return bound_holds(replica.points(), path, replica.assured, replica.limit, base)
 
     def _place(self, call: Call) -> Replica | None:
         """The first pool with room; there a preferred replica unless it is 10 % fuller, else most free blocks."""
@@ -956,8 +1000,46 @@ class Books:
         others = [key for key in self._flows(*flow[:2])[:2] if key != flow[2]]
         return self.tags.get((*flow[:2], others[0]), 0) if others else otherwise
 
+    def _count(self, call: Call, replica: Replica) -> None:
+        """Put its blocks on the replica: by its path where that can be, else all that it may ever need."""
+        sums = _added(replica.points(), unpack(call.path), 1) if _is_by_path(call, replica) else b""
+        call.elastic = int(bool(sums))
+        call.held = call.asked if sums else call.blocks
+        replica.used += call.held
+        replica.full += call.blocks
+        if sums:
+            replica.elastic += 1
+            replica.base, replica.sums = call.base, sums
+        else:
+            replica.assured += call.blocks
+
+    def _uncount(self, call: Call, replica: Replica) -> None:
+        """Take off exactly what was put there."""
+        replica.used -= call.held
+        replica.full -= call.blocks
+        if call.elastic:
+            replica.elastic -= 1
+            replica.sums = _added(replica.points(), unpack(call.path), -1)
+        else:
+            replica.assured -= call.blocks
+        if not replica.elastic:
+            replica.base, replica.sums = 0, b""
+        call.held = call.elastic = 0
+
+    def _recount(self, call: Call, held: int, base: int, path: bytes) -> Answer:
+        """A running call holds another number of blocks from now on.  Waiters and holds do not stop it, and no limit:
+        what is above it was written by the engine already, or will be."""
+        replica, before = self.replicas[call.replica], (call.held, call.elastic)
+        self._uncount(call, replica)
+        call.asked, call.base, call.path = _wanted(call.blocks, held, base, path)
+        self._count(call, replica)
+        if before[1] or call.elastic:  # a waiter may fit where a path has become lower
+            self.dirty = True
+        over = replica.used - replica.limit
+        return ["over", over] if call.held > before[0] and over > 0 else ["ok"]
+
     def _reserve(self, call: Call, replica: Replica) -> None:
-        replica.used += call.blocks
+        self._count(call, replica)
         replica.sequences += call.sequences
         replica.prefill += call.prefill
         call.prefilling = call.prefill
@@ -997,7 +1079,7 @@ class Books:
     def _vacate(self, call: Call) -> None:
         """Take a reservation's blocks, sequences and prefill tokens off its replica and its key."""
         replica = self.replicas[call.replica]
-        replica.used -= call.blocks
+        self._uncount(call, replica)
         replica.sequences -= call.sequences
         replica.prefill -= call.prefilling
         key = self._key(call.key)
@@ -1076,8 +1158,8 @@ class Books:
         drain = self._lane_drain(call.lane)
         if not drain or self._drain_is_known(call.lane):
             return drain
-        used = sum(r.used for r in self.replicas.values() if r.pool in self._pools(call.lane))
-        return max(drain, used * call.blocks * DRAIN_WINDOW_MS // (max(call.cost, 1) * 1000))
+        full = sum(r.full for r in self.replicas.values() if r.pool in self._pools(call.lane))
+        return max(drain, full * call.blocks * DRAIN_WINDOW_MS // (max(call.cost, 1) * 1000))
 
     def _expected_wait(self, call: Call) -> int:
         """-1 while nobody can say; of one call the same in one script."""
@@ -1105,7 +1187,8 @@ class Books:
     # -- the forecast --------------------------------------------------------------------------------------------
 
     def _foreseen_wait(self, call: Call) -> int | None:
-        """Milliseconds until this call starts, by the order played forward over the ends that owners foresee."""
+        """Milliseconds until this call starts, by the order played forward over the ends that owners foresee; where
+        calls are charged by their paths an end does not say how much fits then."""
         waiting = [c for c in self.calls.values() if c.state == "queued"]
         if self.opens_at or len(waiting) >= FORECAST_WAITING or self.rehearsed:
             return None
@@ -1113,6 +1196,8 @@ class Books:
             return None
         if not self._waiting(*_flow(call)) and self._place(call):
             return 0
+        if any(r.elastic for r in self.replicas.values() if r.pool in self._pools(call.lane)):
+            return None
         self.rehearsed = True
         ends, rehearsal = self._ends(), Rehearsal(self, call)
         starts = next((end.due for end in ends[:FORECAST_PLAYED] if rehearsal.starts_at(end)), None)
@@ -1168,12 +1253,17 @@ class Books:
         fingerprint: str,
         once: str,
         standing: int,
+        held: int,
+        base: int,
+        path: bytes,
+        promised: int,
     ) -> Answer:
         """`queue_max`: tickets that its lane and class may hold, `queue_key_max`: those of them that are its key's.
 
         `charge`: of each rate quota its bucket, what the call takes of it, and what it holds when it is full.
         `fingerprint`: of key, route and body, '' until it is asked for.  `once`: hash of key and `Idempotency-Key`,
-        always with a fingerprint; '' = none.  `standing`: PLACE_ONLY, ASKED_BACK, or 0.
+        always with a fingerprint; '' = none.  `standing`: PLACE_ONLY, ASKED_BACK, or 0.  `held`, `base`, `path`: as in
+        `Call`, `held` -1 = all of its blocks, `path` '' = it is charged in full.
         """
         if self._foreign(owner, id_):
             return ["refused", "id", "", 0, 0, 0]
@@ -1185,7 +1275,9 @@ class Books:
         call = Call(
             id_, "none", owner, "", "", key, class_, lane, blocks, sequences, prefill, 0, cost, self.clock + wait_ms, 0,
             exclude=tuple(exclude), prefer=tuple(prefer), once=once, fingerprint=fingerprint if once else "",
+            promised=promised,
         )  # fmt: skip
+        call.asked, call.base, call.path = _wanted(blocks, held, base, path)
         refusal = self._refuse_second(call) or self._refuse_shut()
         if refusal:
             return refusal
@@ -1225,19 +1317,26 @@ class Books:
         standing: int,
         ahead: int,
         own_ahead: int,
+        held: int,
+        base: int,
+        path: bytes,
+        promised: int,
     ) -> Answer:
         """Whether the queue would refuse a call of `least` blocks or more, how many is not known yet.
 
         `likely` is what a refusal books, and what is compared with others' work.  `ahead` calls of its line,
-        `own_ahead` of them of its key, were told so before and do not wait yet.  Nothing is taken.
+        `own_ahead` of them of its key, were told so before and do not wait yet.  `held`, `base` and `path` are those of
+        a call of `least` blocks.  Nothing is taken.
         """
         if not self._pools(lane) or class_ not in dict(self._fleet.classes) or self.opens_at:
             return ["open"]
         if refusal := self._refuse_shut():
             return refusal
         smallest = Call(
-            "", "none", owner, "", "", key, class_, lane, least, sequences, 0, 0, cost, self.clock, 0
-        )
+            "", "none", owner, "", "", key, class_, lane, least, sequences, 0, 0, cost, self.clock, 0,
+            promised=promised,
+        )  # fmt: skip
+        smallest.asked, smallest.base, smallest.path = _wanted(least, held, base, path)
         self._set_policy(key, weight, blocks_max, requests_max, pool_share)
         self._dispatch()
         if self._fits_now(smallest) or any(place.flow == _flow(smallest) for place in self.places):
@@ -1343,8 +1442,10 @@ class Books:
                 max(r.usable for r in lane),
                 0,
             ]
-        if not any(r.state in ("up", "draining") for r in fitting):
-            return ["refused", "no_backend", "", 0, 0, FIRST_APPOINTMENT_MS]
+        answering = [r for r in fitting if r.state in ("up", "draining")]
+        if not any(not (call.promised and r.mode == ELASTIC) for r in answering):
+            knob = "promised" if answering else ""
+            return ["refused", "no_backend", knob, 0, 0, FIRST_APPOINTMENT_MS]
         key = self._key(call.key)
         if 0 <= key.blocks_max < call.blocks:
             return ["refused", "key_cap_exceeded", "blocks_max", call.blocks, key.blocks_max, 0]
@@ -1468,8 +1569,8 @@ class Books:
         return ["refused", "quota_exceeded", "pool_share", held, self._part(key, pool), wait]
 
     def _free(self, call: Call) -> int:
-        """Most blocks free on one replica that the call may use."""
-        return max([r.limit - r.used for r in self.replicas.values() if self._could_use(call, r)] + [0])
+        """Most blocks on one replica that the call may use which no whole demand is counted in."""
+        return max([r.limit - r.full for r in self.replicas.values() if self._could_use(call, r)] + [0])
 
     def _number(self, call: Call) -> None:
         """Its place in its flow, to which a move brings it back."""
@@ -1500,26 +1601,13 @@ class Books:
             self.dirty = True
         return ["ok"]
 
-    def _resize(self, owner: str, id_: str, blocks: int) -> Answer:
-        """Waiters and holds do not stop a running call from growing, the limit does."""
+    def _resize(self, owner: str, id_: str, held: int, base: int, path: bytes) -> Answer:
+        """What the call holds from now on, and its path: absolute, so that carrying it out twice changes nothing."""
         call = self._mine(owner, id_)
         if call is None or not _holds(call):
             return ["gone"]
-        replica = self.replicas[call.replica]
-        growth = blocks - call.blocks
-        if growth > 0 and replica.used + growth > replica.limit:
-            return ["no_room"]
         call.state = "reserved"
-        call.blocks = blocks
-        replica.used += growth
-        key = self._key(call.key)
-        key.blocks += growth
-        key.hold_in(call.pool, growth)
-        if growth < 0:
-            self._unpark_key(call.key)
-            self._drained(replica.pool, -growth)
-            self.dirty = True
-        return ["ok"]
+        return self._recount(call, held, base, path)
 
     def _move(self, owner: str, id_: str, exclude: Sequence[str]) -> Answer:
         """Back into the queue at the old place, not on these replicas, without paying twice; once, also if it is
@@ -1592,6 +1680,10 @@ class Books:
         force: int,
         fingerprint: str,
         once: str,
+        held: int,
+        base: int,
+        path: bytes,
+        promised: int,
     ) -> Answer:
         """A running call says where it runs: after its owner lost its lease, or the store its data.
 
@@ -1607,22 +1699,23 @@ class Books:
             if known.replica != replica:
                 return ["error", "declared on another replica"]
             known.state = "reserved"
+            self._recount(known, held, base, path)
             return ["same"]
         target = self.replicas.get(replica)
         if target is None and force:
             target = self.replicas[replica] = Replica(replica, pool="", state="removed")
         if target is None:
             return ["no_room"]
-        fits = target.used + blocks <= target.limit or target.used == 0
-        room = fits and (target.sequences + sequences <= target.sequences_max or target.sequences == 0)
-        if not force and not room:
+        call = Call(id_, "reserved", owner, "", "", key, class_, lane, blocks, sequences, prefill, 0, cost, self.clock,
+                    0, promised=promised)  # fmt: skip
+        call.asked, call.base, call.path = _wanted(blocks, held, base, path)
+        seats = target.sequences + sequences <= target.sequences_max or target.sequences == 0
+        if not force and not (seats and self._has_blocks(call, target)):
             return ["no_room"]
         if known:
             self._withdraw(known)
         self._set_policy(key, weight, blocks_max, requests_max, pool_share)
-        self.arrivals += 1
-        call = Call(id_, "reserved", owner, "", "", key, class_, lane, blocks, sequences, prefill, 0, cost, self.clock,
-                    self.arrivals)  # fmt: skip
+        self._number(call)
         if once and all(c.once != once for c in self.calls.values()):
             call.once, call.fingerprint = once, fingerprint
         self._reserve(call, target)
@@ -1744,6 +1837,27 @@ class Rehearsal:
 def _holds(call: Call) -> bool:
     """Whether it has a place on a replica."""
     return call.state in ("unclaimed", "reserved")
+
+
+def _is_by_path(call: Call, replica: Replica) -> bool:
+    """Whether the call is charged by its path there; sums of paths for different sizes would say nothing."""
+    return (
+        call.path != b""
+        and not call.promised
+        and replica.mode != GUARANTEED
+        and (not replica.elastic or replica.base == call.base)
+    )
+
+
+def _wanted(blocks: int, held: int, base: int, path: bytes) -> tuple[int, int, bytes]:
+    """What a call asks to hold, its base and its path; without a path all of its demand."""
+    return (blocks if held < 0 else held, base, path) if path else (blocks, 0, b"")
+
+
+def _added(sums: Path, path: Path, direction: int) -> bytes:
+    """Packed; empty where a sum is more than the record holds."""
+    added = tuple(point + direction * more for point, more in zip(sums, path, strict=True))
+    return pack(added) if max(added) <= SUM_MAX else b""
 
 
 def _flow(call: Call) -> tuple[str, str, str]:

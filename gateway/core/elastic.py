@@ -19,6 +19,8 @@ import math
 import struct
 from collections.abc import Callable, Sequence
 
+GUARANTEED, ELASTIC, SHARED = "guaranteed", "elastic", "shared"
+"""Modes of a replica: every call there is charged in full; none there was promised that; or both, side by side."""
 HORIZONS = (32, 64, 128, 256, 384, 512, 1024, 2048, 4096, 8192, 16384)
 """Tokens from now.  At 0 stands the sum of the blocks held, which is exact and needs no theta."""
 TILTS = (20, 60, 180)
@@ -32,6 +34,8 @@ GROWTH_PART = 8
 """A call grows by this part of what it has written, at least by GROWTH_TOKENS_MIN: few messages, little held early."""
 EXPONENT_MAX = 30
 """From there on `1 - share` is nothing beside `share x e^exponent`, and leaving it out errs on the safe side."""
+SUM_MAX = 2**32 - 1
+"""Of a point, as it is packed."""
 _PACKED = struct.Struct(f">{POINTS}I")
 
 Path = tuple[int, ...]

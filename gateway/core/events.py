@@ -99,7 +99,29 @@ class Healed(msgspec.Struct, frozen=True):
     count: int
 
 
-Event = CallEnded | FirstToken | TokenGaps | StoreAnswered | StoreUp | LeaseLost | AdmittedByShare | Healed
+class Overdraft(msgspec.Struct, frozen=True):
+    """A call holds more than its replica had left: what the calls there write was foreseen too low.  Nothing is
+    admitted there until enough is given back."""
+
+    fleet: str
+    pool: str
+    """Empty where the replica is configured no longer."""
+    replica: str
+    blocks: int
+    """Above its limit, all calls there together."""
+
+
+Event = (
+    CallEnded
+    | FirstToken
+    | TokenGaps
+    | StoreAnswered
+    | StoreUp
+    | LeaseLost
+    | AdmittedByShare
+    | Healed
+    | Overdraft
+)
 
 
 class Observer(Protocol):

@@ -7,9 +7,10 @@ and says again, in its own words, what a call fits and which flows come first.  
 A snapshot must be whole: what the store held between two scripts.
 """
 
+import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from typing import Any
@@ -29,6 +30,11 @@ FlowName = tuple[str, str, str]
 """Lane, class and key."""
 LineName = tuple[str, str]
 """Lane and class."""
+_POINT_BYTES = 4
+_TILTS = (20, 60, 180)
+_RARE = 1e-3
+_PARTS = 64
+"""Of a block: what a path is counted in."""
 
 
 class Rule(StrEnum):
@@ -55,6 +61,8 @@ class Rule(StrEnum):
     CLOCK = "clock, epoch, arrivals and batch numbers never go back"
     GATE = "behind a closed gate nothing is admitted"
     LIMIT = "nothing is admitted above a limit"
+    FORESEEN = "nothing is admitted above what a replica's paths leave"
+    PROMISE = "who was promised the guarantee is charged in full, and admitted on no elastic replica"
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,8 +177,9 @@ def _flow(call: Call) -> FlowName:
 def violations(books: Snapshot) -> list[Violation]:
     """All that is wrong with a whole snapshot, in the order of the rules."""
     checks = (
-        _unreadable, _sums, _holdings, _states, _arrivals, _owners, _digests, _indexes, _flow_counts, _line_counts,
-        _places, _resumptions, _once, _parked, _rests, _holds, _blocked_heads, _startable, _overtaken, _quiet,
+        _unreadable, _sums, _charges, _holdings, _states, _arrivals, _owners, _digests, _indexes, _flow_counts,
+        _line_counts, _places, _resumptions, _once, _parked, _rests, _holds, _blocked_heads, _startable, _overtaken,
+        _quiet,
     )  # fmt: skip
     return [violation for check in checks for violation in check(books)]
 
@@ -196,10 +205,44 @@ def _sums(books: Snapshot) -> Iterator[Violation]:
         yield from _compared(
             Rule.SUMS,
             f"replica {name}",
-            used=(sum(c.blocks for c in held), replica.used),
+            used=(sum(c.held for c in held), replica.used),
+            full=(sum(c.blocks for c in held), replica.full),
+            assured=(sum(c.blocks for c in held if not c.elastic), replica.assured),
+            elastic=(sum(c.elastic != 0 for c in held), replica.elastic),
+            base=(max((c.base for c in held if c.elastic), default=0), replica.base),
+            sums=(_points(held), replica.sums),
             sequences=(sum(c.sequences for c in held), replica.sequences),
             prefill=(sum(c.prefilling for c in held), replica.prefill),
         )
+
+
+def _points(held: Iterable[Call]) -> bytes:
+    """The sum of the paths by which these are charged, point by point; packed as the paths are."""
+    paths = [_integers(call.path) for call in held if call.elastic]
+    return b"".join(sum(points).to_bytes(_POINT_BYTES, "big") for points in zip(*paths, strict=True))
+
+
+def _integers(packed: bytes) -> list[int]:
+    return [
+        int.from_bytes(packed[at : at + _POINT_BYTES], "big") for at in range(0, len(packed), _POINT_BYTES)
+    ]
+
+
+def _charges(books: Snapshot) -> Iterator[Violation]:
+    """A call is charged by its path, and holds what it asked for, or in full."""
+    for id_, call in books.calls.items():
+        about = f"call {id_}"
+        if not holds(call):
+            yield from _compared(Rule.STATE, about, held=(0, call.held), elastic=(0, call.elastic))
+            continue
+        yield from _compared(Rule.STATE, about, held=(call.asked if call.elastic else call.blocks, call.held))
+        if call.elastic and not call.path:
+            yield Violation(Rule.STATE, f"{about} path", "one", "none")
+        elif call.elastic:
+            base = books.replicas[call.replica].base if call.replica in books.replicas else 0
+            yield from _compared(Rule.STATE, about, base=(base, call.base))
+        if call.elastic and call.promised:
+            yield Violation(Rule.PROMISE, about, "charged in full", "by its path")
 
 
 def _holdings(books: Snapshot) -> Iterator[Violation]:
@@ -499,6 +542,7 @@ def _could_use(books: Snapshot, call: Call, replica: Replica) -> bool:
         and replica.name not in call.exclude
         and call.blocks <= replica.usable
         and call.sequences <= replica.sequences_usable
+        and not (call.promised and replica.mode == "elastic")
     )
 
 
@@ -507,9 +551,35 @@ def _fits(books: Snapshot, call: Call, replica: Replica) -> bool:
     return (
         _could_use(books, call, replica)
         and replica.held_for in ("", call.id)
-        and (idle or replica.used + call.blocks <= replica.limit)
+        and (idle or _has_blocks(books, call, replica))
         and (replica.sequences + call.sequences <= replica.sequences_max or replica.sequences == 0)
         and (nothing_in_prefill or replica.prefill + call.prefill <= replica.prefill_max)
+    )
+
+
+def _has_blocks(books: Snapshot, call: Call, replica: Replica) -> bool:
+    """Beside the calls there: for what it holds at first, and for what all of them may hold later."""
+    others = books.held.get(replica.name, [])
+    bases = {other.base for other in others if other.elastic}
+    by_path = call.path != b"" and not call.promised and replica.mode != "guaranteed" and bases <= {call.base}
+    if sum(c.held for c in others) + (call.asked if by_path else call.blocks) > replica.limit:
+        return False
+    whole = sum(c.blocks for c in others) + call.blocks
+    newcomer = replace(call, elastic=int(by_path))
+    return whole <= replica.limit or _is_foreseen([*others, newcomer], replica.limit)
+
+
+def _is_foreseen(held: Sequence[Call], limit: int) -> bool:
+    """Whether at every horizon some tilt shows that the chance of these calls to need more than the limit is small:
+    the effective bandwidths of their paths and ln(1 / chance) / theta, beside the whole demands of the others."""
+    assured = sum(call.blocks for call in held if not call.elastic)
+    base = max((call.base for call in held if call.elastic), default=0)
+    sums = _integers(_points(held))
+    beside = [math.ceil(_PARTS * math.log(1 / _RARE) * base / tilt) for tilt in _TILTS]
+    horizons = [sums[at : at + len(_TILTS)] for at in range(0, len(sums), len(_TILTS))]
+    return all(
+        any(a + b <= (limit - assured) * _PARTS for a, b in zip(horizon, beside, strict=True))
+        for horizon in horizons
     )
 
 
@@ -531,7 +601,9 @@ def _quiet(books: Snapshot) -> Iterator[Violation]:
 
 def step_violations(before: Snapshot, after: Snapshot) -> list[Violation]:
     """What is wrong with the way from one snapshot to the next, when one script ran between."""
-    checks = (_gone_back, _admitted_behind_the_gate, _admitted_above_the_limit)
+    checks = (
+        _gone_back, _admitted_behind_the_gate, _admitted_above_the_limit, _admitted_unforeseen, _admitted_unkept,
+    )  # fmt: skip
     return [violation for check in checks for violation in check(before, after)]
 
 
@@ -566,15 +638,52 @@ def _admitted_behind_the_gate(before: Snapshot, after: Snapshot) -> Iterator[Vio
 
 
 def _admitted_above_the_limit(before: Snapshot, after: Snapshot) -> Iterator[Violation]:
-    """A lowered limit, calls declared by force, and one large call alone may exceed it; a grant on top may not."""
+    """A lowered limit, calls declared by force, calls that have grown, and one large call alone may exceed it; a grant
+    on top may not."""
     for name, replica in after.replicas.items():
         was = before.replicas.get(name)
         if was is None or was.limit != replica.limit or replica.used <= replica.limit:
             continue
         held = after.held.get(name, [])
         new = _newcomers(before, held)
-        forced = sum(c.blocks for c in new if not _admitted(c))
-        rest = replica.used - forced
+        forced = sum(c.held for c in new if not _admitted(c))
+        rest = replica.used - forced - sum(_growth(before, c) for c in held)
         alone = len(held) - sum(not _admitted(c) for c in new) <= 1
         if any(map(_admitted, new)) and rest > replica.limit and rest > was.used and not alone:
             yield Violation(Rule.LIMIT, f"replica {name} used", f"at most {replica.limit}", rest)
+
+
+def _growth(before: Snapshot, call: Call) -> int:
+    """Of a call that was there already."""
+    was = before.calls.get(call.id)
+    there = was is not None and holds(was) and (was.replica, was.attempt) == (call.replica, call.attempt)
+    return max(call.held - was.held, 0) if was and there else 0
+
+
+def _admitted_unforeseen(before: Snapshot, after: Snapshot) -> Iterator[Violation]:
+    """Where nothing else has changed: neither a limit, nor what a call there holds or may hold."""
+    for name, replica in after.replicas.items():
+        was, held = before.replicas.get(name), after.held.get(name, [])
+        new = _newcomers(before, held)
+        old = [call for call in held if all(call is not other for other in new)]
+        changed = any(not _admitted(c) for c in new) or any(_is_changed(before, c) for c in old)
+        if was is None or was.limit != replica.limit or changed or len(held) <= 1 or not new:
+            continue
+        if replica.full > replica.limit and not _is_foreseen(held, replica.limit):
+            yield Violation(Rule.FORESEEN, f"replica {name}", "room for what its calls may hold", "none")
+
+
+def _is_changed(before: Snapshot, call: Call) -> bool:
+    was = before.calls[call.id]
+    return (was.held, was.elastic, was.base, was.path) != (call.held, call.elastic, call.base, call.path)
+
+
+def _admitted_unkept(before: Snapshot, after: Snapshot) -> Iterator[Violation]:
+    """A replica may have become elastic since, and a call that was declared again says where it runs."""
+    for call in _newcomers(before, after.calls.values()):
+        replica, was = after.replicas.get(call.replica), before.replicas.get(call.replica)
+        elastic = replica and was and replica.mode == was.mode == "elastic"
+        if _admitted(call) and call.promised and elastic:
+            yield Violation(
+                Rule.PROMISE, f"call {call.id}", "not admitted on an elastic replica", call.replica
+            )

@@ -57,6 +57,14 @@ class Admission(msgspec.Struct, frozen=True):
     """That it may generate; 0 where its end cannot be foreseen."""
     course: Callable[[], Course | None] = unseen
     """How far its answer is; None while that cannot be seen."""
+    held: int = -1
+    """Blocks that it holds at first where it is charged by its path; -1 for all of them."""
+    base: int = 0
+    """The size of replica that its path is made for (`core/elastic.py`)."""
+    path: bytes = b""
+    """What it may hold later, as `elastic.pack` has it; empty: it is charged in full everywhere."""
+    promised: bool = False
+    """The guarantee was promised: it is charged in full, and runs on no replica whose mode is `elastic`."""
 
 
 class Grant(msgspec.Struct, frozen=True):
@@ -94,6 +102,15 @@ class Reservation(Protocol):
 
     def first_token(self) -> None:
         """The prompt has been computed: its share of the prefill budget is given back."""
+        ...
+
+    def grow(self, held: int, base: int, path: bytes) -> None:
+        """It holds so many blocks from now on, or fewer, and may hold what its path says later; empty: it is charged in
+        full.
+
+        Never refused: where the replica has less than that left, the store writes it down all the same, admits nothing
+        there until enough is given back, and an `Overdraft` is observed.  One that was not sent yet is replaced.
+        """
         ...
 
     def settle(self, used_blocks: int | None, cost: int | None, used: Units | None = None) -> None:
@@ -141,7 +158,8 @@ class Ledger(Protocol):
     async def would_refuse(self, admission: Admission, blocks_min: int, ahead: Ahead) -> Refusal | None:
         """The refusal that the store has for a call of `blocks_min` or more, how many is not known yet.
 
-        The admission says how many are likely, and `ahead` comes from `counted`.  Nothing is taken but an appointment.
+        The admission says how many are likely, and what a call of `blocks_min` would hold (`held`, `base`, `path`);
+        `ahead` comes from `counted`.  Nothing is taken but an appointment.
         None also where the store has no answer soon.
         """
         ...

@@ -65,6 +65,7 @@ class Channel:
         self._wake_prefix = wake_prefix
         self._offer = offer
         self._frees: deque[Op] = deque()
+        self._growths: dict[str, Op] = {}
         self._moves: dict[tuple[str, str], Op] = {}
         self._admits: dict[str, Op] = {}
         self._asks: deque[Op] = deque()
@@ -75,7 +76,15 @@ class Channel:
     @property
     def busy(self) -> bool:
         """Something is waiting to be sent, or was sent without an answer."""
-        return bool(self._batch or self._frees or self._moves or self._admits or self._asks or self._declare)
+        return bool(
+            self._batch
+            or self._frees
+            or self._growths
+            or self._moves
+            or self._admits
+            or self._asks
+            or self._declare
+        )
 
     @property
     def unanswered(self) -> bool:
@@ -83,8 +92,12 @@ class Channel:
         return self._batch is not None
 
     def free(self, arguments: list[Any], done: Done) -> None:
-        """S, F, K and Z: go first, in order."""
+        """S, F and K: go first, in order."""
         self._frees.append(Op(arguments, done))
+
+    def grow(self, arguments: list[Any], done: Done) -> None:
+        """Z: before all that asks for room.  The last one of an id counts."""
+        self._growths[arguments[1]] = Op(arguments, done)
 
     def move(self, arguments: list[Any], done: Done) -> None:
         """M and R, one of each for an id."""
@@ -103,6 +116,7 @@ class Channel:
 
     def drop(self, id_: str) -> bool:
         """Take back what was not sent yet of an id; True when that was its admit."""
+        self._growths.pop(id_, None)
         self._moves.pop(("R", id_), None)
         self._moves.pop(("M", id_), None)
         return self._admits.pop(id_, None) is not None
@@ -118,6 +132,7 @@ class Channel:
     def restart(self) -> None:
         """A new owner: nothing that was meant for the old one is sent."""
         self._frees.clear()
+        self._growths.clear()
         self._moves.clear()
         self._admits.clear()
         self._asks.clear()
@@ -159,6 +174,8 @@ class Channel:
         ops = [heartbeat] if heartbeat else []
         while self._frees and len(ops) < BATCH_OPS:
             ops.append(self._frees.popleft())
+        while self._growths and len(ops) < BATCH_OPS:
+            ops.append(self._growths.pop(next(iter(self._growths))))
         while self._moves and len(ops) < BATCH_OPS:
             ops.append(self._moves.pop(next(iter(self._moves))))
         if self._declare and not self._moves and len(ops) < BATCH_OPS:

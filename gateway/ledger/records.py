@@ -9,12 +9,12 @@ from gateway.core.books import FleetConfig
 FIELDS: dict[str, tuple[str, ...]] = {
     "replica": (
         "pool", "limit", "usable", "sequences_usable", "sequences_max", "prefill_max", "used", "sequences", "prefill",
-        "state", "held_for",
+        "state", "held_for", "mode", "full", "assured", "elastic", "base", "sums",
     ),
     "call": (
         "state", "owner", "replica", "pool", "key", "class", "lane", "blocks", "sequences", "prefill", "prefilling",
         "cost", "deadline", "arrival", "passed", "attempt", "charged", "exclude", "prefer", "charge", "once",
-        "fingerprint",
+        "fingerprint", "held", "asked", "base", "path", "elastic", "promised",
     ),
     "key": ("weight", "blocks_max", "requests_max", "pool_share", "blocks", "calls", "quotas", "pools"),
     "flow": ("tag", "waiting", "blocks", "weight", "parked", "owed", "resume", "later", "returned"),
@@ -31,8 +31,36 @@ FIELDS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
+_BYTES = {"replica": "sums", "call": "path"}
+"""The field of a record that is no text: Lua has one kind of string for both."""
+_STR_8, _STR_0 = b"\xd9", b"\xa0"
+"""How msgpack begins a string of up to 255 bytes, and an empty one."""
+
+
 def decode_record(kind: str, packed: bytes) -> dict[str, Any]:
-    return dict(zip(FIELDS[kind], msgspec.msgpack.decode(packed), strict=True))
+    if kind not in _BYTES:
+        return dict(zip(FIELDS[kind], msgspec.msgpack.decode(packed), strict=True))
+    values = zip(FIELDS[kind], msgspec.msgpack.decode(packed, type=list[msgspec.Raw]), strict=True)
+    return {
+        name: string_of(value) if name == _BYTES[kind] else msgspec.msgpack.decode(value)
+        for name, value in values
+    }
+
+
+def path_argument(path: bytes) -> msgspec.Raw:
+    """A path as an argument of an op: the scripts do not read msgpack's kind of bytes."""
+    assert len(path) < 256, "a string of this kind says its length in one byte"
+    return msgspec.Raw(_STR_8 + bytes([len(path)]) + path if path else _STR_0)
+
+
+def string_of(packed: msgspec.Raw) -> bytes:
+    """What Lua, or `path_argument`, has packed as a string.  Raises ValueError where it is none, or a long one."""
+    raw = bytes(packed)
+    if raw == _STR_0:
+        return b""
+    if raw[:1] != _STR_8 or raw[1:2] != bytes([len(raw) - 2]):
+        raise ValueError("not a string of up to 255 bytes")
+    return raw[2:]
 
 
 def decode_rests(packed: bytes) -> dict[tuple[str, str], str]:
@@ -46,7 +74,9 @@ def decode_rests(packed: bytes) -> dict[tuple[str, str], str]:
 def config_arguments(config: FleetConfig) -> tuple[bytes, bytes]:
     """The two packed arguments of `configure.lua`."""
     fleet = [config.lease_ms, config.heartbeat_ms, config.overtake_blocks, config.lanes, config.classes]
-    replicas = [[r.name, r.pool, r.limit, r.usable, r.sequences_max, r.prefill_max] for r in config.replicas]
+    replicas = [
+        [r.name, r.pool, r.limit, r.usable, r.sequences_max, r.prefill_max, r.mode] for r in config.replicas
+    ]
     return msgspec.msgpack.encode(fleet), msgspec.msgpack.encode(replicas)
 
 

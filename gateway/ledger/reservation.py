@@ -11,6 +11,7 @@ from gateway.core.forecast import Run
 from gateway.core.outcomes import Refusal
 from gateway.ledger.api import Admission, Grant, Lost
 from gateway.ledger.channel import Result
+from gateway.ledger.records import path_argument
 
 if TYPE_CHECKING:
     from gateway.ledger.valkey import ValkeyLedger
@@ -34,9 +35,9 @@ class Ask:
     """`Reservation` of the Valkey ledger.  All methods run on the event loop; results come from the channel's task."""
 
     __slots__ = (
-        "_answer", "_asked_at", "_claiming", "_leaves", "_ledger", "_left", "_lost", "_position", "_predicted_ms",
-        "_timer", "_unheard", "_used", "abandoned", "admission", "by_force", "exclude", "id", "phase",
-        "prefill", "queued", "replica", "run", "started_at",
+        "_answer", "_asked_at", "_claiming", "_grown", "_leaves", "_ledger", "_left", "_lost", "_position",
+        "_predicted_ms", "_timer", "_unheard", "_used", "abandoned", "admission", "base", "by_force", "exclude",
+        "held", "id", "path", "phase", "prefill", "queued", "replica", "run", "started_at",
     )  # fmt: skip
 
     def __init__(self, ledger: "ValkeyLedger", id_: str, admission: Admission, lost: Lost) -> None:
@@ -61,6 +62,10 @@ class Ask:
         self.exclude = admission.exclude
         self.prefill = admission.prefill
         """What it holds of a prefill budget until its first token."""
+        self.held, self.base, self.path = admission.held, admission.base, admission.path
+        """What it said last of what it holds and may hold."""
+        self._grown = False
+        """That is not what it was admitted with."""
         self._claiming = False
         self._leaves = False
         """Its owner has left while it was waiting: its place is remembered."""
@@ -112,6 +117,21 @@ class Ask:
             self._ledger.channel.free(["F", self.id], partial(self._on_claim, self.id))
         self._ledger.wake()
 
+    def grow(self, held: int, base: int, path: bytes) -> None:
+        if self.phase is not Phase.RESERVED or (held, base, path) == (self.held, self.base, self.path):
+            return
+        self.held, self.base, self.path = held, base, path
+        self._grown = True
+        self._tell_growth()
+        self._ledger.wake()
+
+    def _tell_growth(self) -> None:
+        if self._ledger.channel.declares(self.id):  # a Z would overtake it, and that says something older
+            self.redeclare(self.by_force)
+        else:
+            growth = ["Z", self.id, self.held, self.base, path_argument(self.path)]
+            self._ledger.channel.grow(growth, partial(self._on_grow, self.id))
+
     def settle(self, used_blocks: int | None, cost: int | None, used: quota.Units | None = None) -> None:
         if self.phase in (Phase.SETTLING, Phase.GONE):
             return
@@ -154,7 +174,7 @@ class Ask:
             "A", self.id, a.key, a.class_, a.lane, a.blocks, a.sequences, a.prefill, a.cost, self._wait_left_ms(),
             a.weight, a.blocks_max, a.requests_max, a.pool_share, a.queue_max, a.queue_key_max, [],
             list(self.exclude), quota.arguments(a.charges), self._fingerprint(), a.once,
-            0 if self.queued else a.standing,
+            0 if self.queued else a.standing, self.held, self.base, path_argument(self.path), int(a.promised),
         ]  # fmt: skip
         self._ledger.channel.admit(arguments, partial(self._on_admit, self.id))
 
@@ -169,6 +189,7 @@ class Ask:
         arguments = [
             "R", self.id, self.replica, a.key, a.class_, a.lane, a.blocks, a.sequences, self.prefill, a.cost, a.weight,
             a.blocks_max, a.requests_max, a.pool_share, int(self.by_force), self._fingerprint(), a.once,
+            self.held, self.base, path_argument(self.path), int(a.promised),
         ]  # fmt: skip
         self._ledger.channel.move(arguments, partial(self._on_redeclare, self.id))
 
@@ -280,6 +301,14 @@ class Ask:
         if result[0] in ("grant", "ok"):
             self._ledger.claimed(id_)
 
+    def _on_grow(self, id_: str, result: Result) -> None:
+        if result[0] == "error":
+            self._ledger.op_failed(result)
+        elif result[0] != "gone":
+            self._ledger.claimed(id_)
+        if result[0] == "over":
+            self._ledger.overdrawn(self.replica, result[1])
+
     def _on_redeclare(self, id_: str, result: Result) -> None:
         declared = result[0] in ("same", "declared")
         if declared:
@@ -340,6 +369,8 @@ class Ask:
         self.replica = replica
         self.run = self._ledger.new_run(replica, self.admission)
         self._disarm()
+        if self._grown:  # the store may have given it a place with what it held before
+            self._tell_growth()
         waited_ms = int((self._ledger.now() - self._asked_at) * 1000)
         self._resolve(Grant(replica, waited_ms, self.queued, self._position, self._predicted_ms, self._left))
 

@@ -16,7 +16,7 @@ import msgspec
 
 from gateway.core import quota
 from gateway.core.books import FleetConfig
-from gateway.core.events import Healed, Observer
+from gateway.core.events import Healed, Observer, Overdraft
 from gateway.core.forecast import Forecast, Run
 from gateway.core.order import DIGEST_MODULUS, FIRST_APPOINTMENT_MS, ID_BITS, OPERATOR, SHUT_RETRY_MS
 from gateway.core.outcomes import Code, Refusal
@@ -28,7 +28,7 @@ from gateway.ledger.closed import Closed
 from gateway.ledger.connection import REPLY_SECONDS, Connection
 from gateway.ledger.fingerprints import Fingerprints
 from gateway.ledger.keeper import Keeper
-from gateway.ledger.records import decode_text
+from gateway.ledger.records import decode_text, path_argument
 from gateway.ledger.reservation import Ask, Phase
 from gateway.ledger.scripts import fleet_keys, key_prefix
 from gateway.ledger.seats import Seats
@@ -219,6 +219,7 @@ class ValkeyLedger:
         arguments = [
             "Q", blocks_min, a.blocks, a.key, a.class_, a.lane, a.sequences, a.cost, a.wait_ms, a.weight, a.blocks_max,
             a.requests_max, a.pool_share, a.queue_max, a.queue_key_max, a.standing, *ahead,
+            a.held, a.base, path_argument(a.path), int(a.promised),
         ]  # fmt: skip
         self.channel.ask(arguments, partial(_tell, answer))
         self.wake()
@@ -365,6 +366,11 @@ class ValkeyLedger:
         """An op was malformed or met books that contradict it: a bug, counted and told."""
         log.error("an op failed in the store of fleet %s: %s", self.fleet, result[1])
         self._observer(Healed(self.fleet, "error", 1))
+
+    def overdrawn(self, replica: str, blocks: int) -> None:
+        """A call has grown, and the replica has so many blocks above its limit now."""
+        pool = next((r.pool for r in self._config().replicas if r.name == replica), "")
+        self._observer(Overdraft(self.fleet, pool, replica, blocks))
 
     def _all_drain(self, lane: str) -> bool:
         """Of the replicas that answer; there is one."""

@@ -9,9 +9,11 @@
 --- @include "lib/places"
 --- @include "lib/once"
 -- A id key class lane blocks sequences prefill cost wait_ms weight blocks_max requests_max pool_share queue_max
--- queue_key_max prefer exclude charge fingerprint once standing: admit.  fingerprint: of key, route and body, '' until
--- it is asked for.  once: hash of key and `Idempotency-Key`, always with a fingerprint, '' = none.  standing: 1 = it
--- may wait only in a place that was left, 2 = it comes back when it was asked to, 0 = as others.
+-- queue_key_max prefer exclude charge fingerprint once standing held base path promised: admit.
+-- fingerprint: of key, route and body, '' until it is asked for.  once: hash of key and `Idempotency-Key`, always with a
+-- fingerprint, '' = none.  standing: 1 = it may wait only in a place that was left, 2 = it comes back when it was asked to,
+-- 0 = as others.  held, base, path: what it is to hold at first (-1 = all) and later, where it is charged by its path ('' =
+-- nowhere).  promised: 1 = the guarantee.
 -- grant replica missing_us... | ticket position wait_ms missing_us... | fingerprint: ask again with it |
 -- refused code knob measured limit retry_ms
 
@@ -55,7 +57,7 @@ local function enqueue(id, call, place)
 end
 
 function admit.check(op)
-  check.length(op, 22)
+  check.length(op, 26)
   check.id(op)
   check.names(op, 3, 5)
   check.integers(op, 6, 7, 1) -- blocks, sequences
@@ -68,11 +70,13 @@ function admit.check(op)
   check.charge(op, 19)
   check.hashes(op, 20, 21) -- fingerprint, once
   check.integers(op, 22, 22, 0) -- standing
+  check.path(op, 23)
+  check.flag(op, 26) -- promised
 end
 
 function admit.run(owner, id, key, class, lane, blocks, sequences, prefill, cost, wait_ms, weight, blocks_max,
                    requests_max, pool_share, queue_max, queue_key_max, prefer, exclude, charge, fingerprint, named,
-                   standing)
+                   standing, held, base, path, promised)
   if owners.foreign(owner, id) then return {'refused', 'id', '', 0, 0, 0} end
   if rows.fetch(records.calls, id) then return claim.run(owner, id) end
   if not books.config.pools[lane] or not books.config.shares[class] then
@@ -80,8 +84,10 @@ function admit.run(owner, id, key, class, lane, blocks, sequences, prefill, cost
   end
   local call = {state = 'none', owner = owner, replica = '', pool = '', key = key, class = class, lane = lane,
     blocks = blocks, sequences = sequences, prefill = prefill, prefilling = 0, cost = cost,
-    deadline = books.meta.clock + wait_ms, arrival = 0, passed = 0, attempt = 0, charged = 0, exclude = exclude, prefer = prefer, charge = {},
-    once = named, fingerprint = named ~= '' and fingerprint or ''}
+    deadline = books.meta.clock + wait_ms, arrival = 0, passed = 0, attempt = 0, charged = 0, exclude = exclude,
+    prefer = prefer, charge = {},
+    once = named, fingerprint = named ~= '' and fingerprint or '', held = 0, elastic = 0, promised = promised}
+  elastic.want(call, held, base, path)
   local refusal = once.refuse(call) or refusals.shut()
   if refusal then return refusal end
   flows.set_policy(key, weight, blocks_max, requests_max, pool_share)

@@ -2,23 +2,17 @@
 --- @include "lib/check"
 --- @include "lib/queue"
 -- R id replica key class lane blocks sequences prefill cost weight blocks_max requests_max pool_share force fingerprint
--- once: a running call says where it runs, after its owner lost its lease or the store its data.  Where another call was
--- admitted under its `once` meanwhile, that one keeps it.
+-- once held base path promised: a running call says where it runs and what it holds, after its owner lost its lease or the
+-- store its data.  Where another call was admitted under its `once` meanwhile, that one keeps it.
 -- same | declared | no_room | refused id | error text
 
--- A call runs where nobody places calls any more: its blocks count until it ends.
-local function add_removed(name)
-  books.place_replica(name, {name = name, pool = '', limit = 0, usable = 0, sequences_usable = 0,
-    sequences_max = 0, prefill_max = 0, used = 0, sequences = 0, prefill = 0, state = 'removed', held_for = ''})
-end
-
-local function has_room(replica, blocks, sequences)
-  return (replica.used + blocks <= replica.limit or replica.used == 0)
-    and (replica.sequences + sequences <= replica.sequences_max or replica.sequences == 0)
+local function has_room(call, replica)
+  return (replica.sequences + call.sequences <= replica.sequences_max or replica.sequences == 0)
+    and elastic.has_blocks(call, replica)
 end
 
 function redeclare.check(op)
-  check.length(op, 17)
+  check.length(op, 21)
   check.id(op)
   check.names(op, 3, 6)
   check.integers(op, 7, 8, 1) -- blocks, sequences
@@ -27,10 +21,12 @@ function redeclare.check(op)
   check.integers(op, 12, 14, -1) -- caps
   check.integers(op, 15, 15, 0) -- force
   check.hashes(op, 16, 17) -- fingerprint, once
+  check.path(op, 18)
+  check.flag(op, 21) -- promised
 end
 
 function redeclare.run(owner, id, name, key, class, lane, blocks, sequences, prefill, cost, weight, blocks_max,
-                       requests_max, pool_share, force, fingerprint, named)
+                       requests_max, pool_share, force, fingerprint, named, held, base, path, promised)
   if owners.foreign(owner, id) then return {'refused', 'id', '', 0, 0, 0} end
   local known = rows.fetch(records.calls, id)
   if known and known.state == 'displaced' then
@@ -40,18 +36,23 @@ function redeclare.run(owner, id, name, key, class, lane, blocks, sequences, pre
   if known and known.state ~= 'queued' then
     if known.replica ~= name then return {'error', 'declared on another replica'} end
     reserve.claim(id, known)
+    reserve.recount(id, known, held, base, path)
     return {'same'}
   end
-  if not books.replicas[name] and force == 1 then add_removed(name) end
+  -- A call runs where nobody places calls any more: its blocks count until it ends.
+  if not books.replicas[name] and force == 1 then books.place_replica(name, books.new_replica(name, '')) end
   local replica = books.replicas[name]
-  if not replica or (force == 0 and not has_room(replica, blocks, sequences)) then return {'no_room'} end
+  if not replica then return {'no_room'} end
+  local call = {state = 'none', owner = owner, replica = '', pool = '', key = key, class = class, lane = lane,
+    blocks = blocks, sequences = sequences, prefill = prefill, prefilling = 0, cost = cost, deadline = books.meta.clock,
+    arrival = 0, passed = 0, attempt = 0, charged = 0, exclude = {}, prefer = {}, charge = {}, once = '',
+    fingerprint = '', held = 0, elastic = 0, promised = promised}
+  elastic.want(call, held, base, path)
+  if force == 0 and not has_room(call, replica) then return {'no_room'} end
   if known then queue.withdraw(id, known, '') end
   flows.set_policy(key, weight, blocks_max, requests_max, pool_share)
   books.meta.arrivals = books.meta.arrivals + 1
-  local call = {state = 'none', owner = owner, replica = '', pool = '', key = key, class = class, lane = lane,
-    blocks = blocks, sequences = sequences, prefill = prefill, prefilling = 0, cost = cost, deadline = books.meta.clock,
-    arrival = books.meta.arrivals, passed = 0, attempt = 0, charged = 0, exclude = {}, prefer = {}, charge = {},
-    once = '', fingerprint = ''}
+  call.arrival = books.meta.arrivals
   if named ~= '' and not rows.fetch(records.once, named) then call.once, call.fingerprint = named, fingerprint end
   once.claim(id, call)
   reserve.take(id, call, replica, 'reserved')

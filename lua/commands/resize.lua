@@ -1,31 +1,19 @@
 --- @include "lib/owners"
 --- @include "lib/check"
--- Z id blocks: a running call grows or shrinks; waiters and holds do not stop it, the limit does.  ok | no_room | gone
+-- Z id held base path: what a running call holds from now on, and its path; absolute, so that carrying it out twice
+-- changes nothing.  Waiters, holds and the limit do not stop it.  ok | over blocks: that much is above the limit now | gone
 
 function resize.check(op)
-  check.length(op, 3)
+  check.length(op, 5)
   check.id(op)
-  check.integers(op, 3, 3, 1)
+  check.path(op, 3)
 end
 
-function resize.run(owner, id, blocks)
+function resize.run(owner, id, held, base, path)
   local call = owners.mine(owner, id)
   if not owners.holds(call) then return {'gone'} end
-  local replica = books.replicas[call.replica]
-  local growth = blocks - call.blocks
-  if growth > 0 and replica.used + growth > replica.limit then return {'no_room'} end
   reserve.claim(id, call)
-  call.blocks = blocks
-  rows.store(records.calls, id, call)
-  replica.used = replica.used + growth
-  books.store_replica(replica)
-  reserve.count_held(call, growth, 0)
-  books.moves = books.moves + 1
-  if growth < 0 then
-    books.room = books.room + 1
-    flows.unpark_key(call.key)
-    drain.add(replica.pool, -growth)
-    books.meta.dirty = 1
-  end
+  local over = reserve.recount(id, call, held, base, path)
+  if over > 0 then return {'over', over} end
   return {'ok'}
 end

@@ -48,11 +48,11 @@ end
 local function likely_drain(call)
   local rate = lane_drain(call.lane)
   if rate == 0 or drain_is_known(call.lane) then return rate end
-  local used = 0
+  local full = 0
   for _, pool in ipairs(books.config.pools[call.lane]) do
-    for _, replica in ipairs(books.pool(pool)) do used = used + replica.used end
+    for _, replica in ipairs(books.pool(pool)) do full = full + replica.full end
   end
-  return math.max(rate, math.floor(used * call.blocks * drain.WINDOW_MS / (math.max(call.cost, 1) * 1000)))
+  return math.max(rate, math.floor(full * call.blocks * drain.WINDOW_MS / (math.max(call.cost, 1) * 1000)))
 end
 
 local function drained_wait(call)

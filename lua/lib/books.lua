@@ -2,8 +2,9 @@
 --- @include "lib/rows"
 --- @include "lib/zsets"
 --- @include "lib/fronts"
+--- @include "lib/elastic"
 -- The content of one fleet's keys while a script runs, and the ledger clock.
-local LAYOUT, WORK = 4, 32
+local LAYOUT, WORK = 5, 32
 
 local meta_key -- of the fleet
 local pools -- name -> rows of its replicas
@@ -140,6 +141,13 @@ function books.store_replica(replica)
   records.replicas.touched[replica.name] = true
 end
 
+-- Of which nothing is known yet.
+function books.new_replica(name, pool)
+  return {name = name, pool = pool, limit = 0, usable = 0, sequences_usable = 0, sequences_max = 0, prefill_max = 0,
+    used = 0, sequences = 0, prefill = 0, state = 'removed', held_for = '', mode = 'guaranteed', full = 0, assured = 0,
+    elastic = 0, base = 0, sums = ''}
+end
+
 -- A replica came, changed its pool, or went (nil).
 function books.place_replica(name, replica)
   if not replica then rows.erase(records.capacities, name) end
@@ -227,6 +235,9 @@ end
 function books.write(wake_prefix)
   local erased = rows.write(records.calls)
   if erased and redis.call('EXISTS', records.calls.hash) == 0 then forget_order() end
+  for name, kept in pairs(records.replicas.touched) do
+    if kept then elastic.seal(books.replicas[name]) end
+  end
   rows.write(records.replicas)
   rows.write(records.flows)
   rows.write(records.keys)

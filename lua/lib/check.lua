@@ -1,3 +1,4 @@
+--- @include "lib/elastic"
 -- An op is checked whole before it writes anything: a number that is no integer within 2^53 must never reach the books.
 -- An argument of another type fails where it is compared; op[1] is the op's letter, argument i is op[i + 1].
 local INTEGER_MAX, QUOTA_BUCKETS, FORECAST_ENDS, FORECAST_REACH_MS = 9007199254740992, 6, 32, 3600000
@@ -42,6 +43,20 @@ end
 function check.name_list(op, i)
   if type(op[i]) ~= 'table' then refuse(i, 'a list') end
   check.names(op[i], 1, #op[i])
+end
+
+-- Blocks held from now on (-1 = all), the size that the path is made for, and the path, '' = charged in full.
+function check.path(op, first)
+  local held, base, path = op[first], op[first + 1], op[first + 2]
+  check.integers(op, first, first, -1)
+  check.integers(op, first + 1, first + 1, 0)
+  if type(path) ~= 'string' or (path ~= '' and #path ~= elastic.PATH_BYTES) then refuse(first + 2, 'a path') end
+  if held == 0 then refuse(first, 'at least one block') end
+  if path ~= '' and base == 0 then refuse(first + 1, 'a size') end
+end
+
+function check.flag(op, i)
+  if op[i] ~= 0 and op[i] ~= 1 then refuse(i, '0 or 1') end
 end
 
 local function lists(op, i, size)

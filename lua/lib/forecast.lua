@@ -1,6 +1,7 @@
 --- @include "lib/placement"
 --- @include "lib/queue"
 --- @include "lib/order"
+--- @include "lib/elastic"
 -- When a call that has to wait gets its place: the order played forward over the ends of running calls that owners
 -- foresee.  Others start, or leave in vain, as in the books, except that no prefill is given back, that no key reaches a
 -- cap, and that nobody comes.
@@ -210,6 +211,16 @@ local function start_of(call, ends)
   return nil
 end
 
+-- Where calls are charged by their paths an end does not say how much fits then.
+local function has_paths(lane)
+  for _, pool in ipairs(books.config.pools[lane]) do
+    for _, replica in ipairs(books.pool(pool)) do
+      if replica.elastic > 0 then return true end
+    end
+  end
+  return false
+end
+
 -- Milliseconds until this call, which is not counted as waiting yet, starts; nil where owners have not told enough, or
 -- so many wait that an average will do.  Once a script: the bound of its time is shared with all its ops.
 function forecast.wait(call)
@@ -217,6 +228,7 @@ function forecast.wait(call)
   local flow = rows.fetch(records.flows, flows.name_of(call))
   if flow.parked == 1 or placement.capped(call) then return nil end
   if flow.waiting == 0 and placement.place('', call) then return 0 end
+  if has_paths(call.lane) then return nil end
   books.rehearsed = true
   local due = start_of(call, ends_ahead())
   return due and math.floor((due - books.meta.clock) * (100 + FORECAST_MARGIN_PERCENT) / 100)

@@ -1,7 +1,13 @@
 --- @include "lib/flows"
 --- @include "lib/drain"
+--- @include "lib/elastic"
 -- Where a call fits.
 local POOL_SHARE_SCALE = 1000000
+
+-- Whether a call that was promised the guarantee may be there, or was not promised it.
+local function keeps_promise(call, replica)
+  return call.promised == 0 or replica.mode ~= 'elastic'
+end
 
 function placement.contains(list, item)
   for i = 1, #list do
@@ -13,16 +19,15 @@ end
 -- Whether the call can run there at all, however busy it is now; the replica is in a pool of its lane.
 function placement.could_run(call, replica)
   return replica.state == 'up' and not placement.contains(call.exclude, replica.name)
-    and call.blocks <= replica.usable and call.sequences <= replica.sequences_usable
+    and call.blocks <= replica.usable and call.sequences <= replica.sequences_usable and keeps_promise(call, replica)
 end
 
 -- Whether some replica of its lane in that state is large enough.
 function placement.is_able(call, state)
   for _, pool in ipairs(books.config.pools[call.lane]) do
     for _, replica in ipairs(books.pool(pool)) do
-      if replica.state == state and call.blocks <= replica.usable and call.sequences <= replica.sequences_usable then
-        return true
-      end
+      if replica.state == state and call.blocks <= replica.usable and call.sequences <= replica.sequences_usable
+        and keeps_promise(call, replica) then return true end
     end
   end
   return false
@@ -70,7 +75,7 @@ local function percent(replica)
 end
 
 local function fits(id, call, replica)
-  return (replica.used + call.blocks <= replica.limit or replica.used == 0) and fits_besides(id, call, replica)
+  return elastic.has_blocks(call, replica) and fits_besides(id, call, replica)
 end
 
 -- Whether the blocks alone rule the pool out.
@@ -82,17 +87,21 @@ end
 
 -- The loop is most of what a call costs where there are many replicas: what is rarely true comes first, without a call.
 local function emptiest(id, call, pool)
-  local blocks, list = call.blocks, books.pool(pool)
+  local blocks, list, may_vary = call.blocks, books.pool(pool), call.path ~= ''
   local best, best_free, most = nil, nil, 0
-  if crowded(pool, blocks) then return nil end
+  if crowded(pool, elastic.least(call)) then return nil end
   for i = 1, #list do
     local replica = list[i]
-    local used = replica.used
-    local free = replica.limit - used
+    local used, limit = replica.used, replica.limit
+    local free = limit - used
+    local needed = may_vary and elastic.blocks(call, replica) or blocks
     local room = used == 0 and math.huge or free
     if room > most then most = room end
-    if room >= blocks and (not best or free > best_free or (free == best_free and replica.name < best.name))
-      and fits_besides(id, call, replica) then best, best_free = replica, free end
+    if room >= needed and (not best or free > best_free or (free == best_free and replica.name < best.name))
+      and fits_besides(id, call, replica)
+      and (replica.full + blocks <= limit or used == 0 or elastic.bound_holds(call, replica)) then
+      best, best_free = replica, free
+    end
   end
   if not best then books.bounds[pool] = most end
   return best

@@ -5,31 +5,36 @@
 
 local kinds = {
   replicas = {
-    key = 2, header = '\155',
+    key = 2, header = '\220\0\17',
     read = function(_, pool, limit, usable, sequences_usable, sequences_max, prefill_max, used, sequences, prefill,
-      state, held_for)
+      state, held_for, mode, full, assured, elastic, base, sums)
       return {pool = pool, limit = limit, usable = usable, sequences_usable = sequences_usable,
         sequences_max = sequences_max, prefill_max = prefill_max, used = used, sequences = sequences,
-        prefill = prefill, state = state, held_for = held_for}
+        prefill = prefill, state = state, held_for = held_for, mode = mode, full = full, assured = assured,
+        elastic = elastic, base = base, sums = sums}
     end,
     write = function(row)
       return row.pool, row.limit, row.usable, row.sequences_usable, row.sequences_max, row.prefill_max, row.used,
-        row.sequences, row.prefill, row.state, row.held_for
+        row.sequences, row.prefill, row.state, row.held_for, row.mode, row.full, row.assured, row.elastic,
+        row.base, row.sums
     end,
   },
   calls = {
-    key = 3, header = '\220\0\22',
+    key = 3, header = '\220\0\28',
     read = function(_, state, owner, replica, pool, key, class, lane, blocks, sequences, prefill, prefilling, cost,
-      deadline, arrival, passed, attempt, charged, exclude, prefer, charge, once, fingerprint)
+      deadline, arrival, passed, attempt, charged, exclude, prefer, charge, once, fingerprint,
+      held, asked, base, path, elastic, promised)
       return {state = state, owner = owner, replica = replica, pool = pool, key = key, class = class, lane = lane,
         blocks = blocks, sequences = sequences, prefill = prefill, prefilling = prefilling, cost = cost,
         deadline = deadline, arrival = arrival, passed = passed, attempt = attempt, charged = charged,
-        exclude = exclude, prefer = prefer, charge = charge, once = once, fingerprint = fingerprint}
+        exclude = exclude, prefer = prefer, charge = charge, once = once, fingerprint = fingerprint,
+        held = held, asked = asked, base = base, path = path, elastic = elastic, promised = promised}
     end,
     write = function(row)
       return row.state, row.owner, row.replica, row.pool, row.key, row.class, row.lane, row.blocks,
         row.sequences, row.prefill, row.prefilling, row.cost, row.deadline, row.arrival, row.passed, row.attempt,
-        row.charged, row.exclude, row.prefer, row.charge, row.once, row.fingerprint
+        row.charged, row.exclude, row.prefer, row.charge, row.once, row.fingerprint, row.held, row.asked,
+        row.base, row.path, row.elastic, row.promised
     end,
   },
   flows = {

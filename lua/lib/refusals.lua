@@ -11,23 +11,27 @@ function refusals.shut()
   return books.meta.shut and {'refused', 'gate_closed', '', 0, 0, SHUT_RETRY_MS} or nil
 end
 
--- The call is larger than all replicas of its lane (context_length_exceeded), or those that would do are down.
+-- The call is larger than all replicas of its lane (context_length_exceeded), or those that would do are down or keep no
+-- promise.
 function refusals.backend(call)
-  local configured, unknown, fitting, largest = false, false, false, 0
+  local configured, unknown, fitting, largest, knob = false, false, false, 0, ''
   for _, pool in ipairs(books.config.pools[call.lane]) do
     for _, replica in ipairs(books.pool(pool)) do
       if replica.state ~= 'removed' then
         configured = true
         unknown = unknown or replica.usable == 0
         largest = math.max(largest, replica.usable)
-        fitting = fitting or (call.blocks <= replica.usable and call.sequences <= replica.sequences_usable)
+        if call.blocks <= replica.usable and call.sequences <= replica.sequences_usable then
+          fitting = true
+          if replica.state ~= 'down' then knob = 'promised' end
+        end
       end
     end
   end
   if configured and not unknown and not fitting then
     return {'refused', 'context_length_exceeded', 'usable', call.blocks, largest, 0}
   end
-  return {'refused', 'no_backend', '', 0, 0, drain.FIRST_APPOINTMENT_MS}
+  return {'refused', 'no_backend', knob, 0, 0, drain.FIRST_APPOINTMENT_MS}
 end
 
 -- Most blocks that a key may hold of one pool of the lane when all replicas are up; nil where that is not known.
@@ -72,11 +76,11 @@ local function capped(call)
   return {'refused', 'quota_exceeded', 'pool_share', held, placement.part(key, pool), wait}
 end
 
--- Most blocks free on one replica that the call may use.
+-- Most blocks on one replica that the call may use which no whole demand is counted in.
 local function most_free(call)
   local free = 0
   for _, replica in pairs(books.replicas) do
-    if placement.could_use(call, replica) then free = math.max(free, replica.limit - replica.used) end
+    if placement.could_use(call, replica) then free = math.max(free, replica.limit - replica.full) end
   end
   return free
 end

@@ -95,7 +95,7 @@ end
 
 -- state: 'unclaimed' or 'reserved'.
 function reserve.take(id, call, replica, state)
-  replica.used = replica.used + call.blocks
+  elastic.count(call, replica)
   replica.sequences = replica.sequences + call.sequences
   replica.prefill = replica.prefill + call.prefill
   books.store_replica(replica)
@@ -120,8 +120,26 @@ function reserve.claim(id, call)
   count_claimed(id, call, 1)
 end
 
+-- A running call holds another number of blocks from now on: how many the replica has above its limit then, where it
+-- has grown.
+function reserve.recount(id, call, held, base, path)
+  if path == '' and call.path == '' then return 0 end -- it is charged in full, as before
+  local replica, held_before, elastic_before = books.replicas[call.replica], call.held, call.elastic
+  elastic.uncount(call, replica)
+  elastic.want(call, held, base, path)
+  elastic.count(call, replica)
+  rows.store(records.calls, id, call)
+  books.store_replica(replica)
+  if elastic_before + call.elastic > 0 then
+    -- A waiter may fit where a path has become lower.
+    books.room = books.room + 1
+    books.meta.dirty = 1
+  end
+  return call.held > held_before and math.max(replica.used - replica.limit, 0) or 0
+end
+
 local function take_off(call, replica)
-  replica.used = replica.used - call.blocks
+  elastic.uncount(call, replica)
   replica.sequences = replica.sequences - call.sequences
   replica.prefill = replica.prefill - call.prefilling
   books.store_replica(replica)

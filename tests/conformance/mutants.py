@@ -1,7 +1,7 @@
 """Planted faults: text in the spliced scripts, and what it becomes; the name says what is wrong then."""
 
 MUTANTS: dict[str, tuple[str, str]] = {
-    "fit off by one": ("if room >= blocks and", "if room + 1 >= blocks and"),
+    "fit off by one": ("if room >= needed and", "if room + 1 >= needed and"),
     "big call on an idle replica refused": ("local room = used == 0 and math.huge or free", "local room = free"),
     "no dispatch after a ticket left": ("  flows.keep_flow(name, flow, line)\n  books.meta.dirty = 1", "  flows.keep_flow(name, flow, line)"),
     "no dispatch after settle": ("  drain.add(replica.pool, call.blocks)\n  books.meta.dirty = 1", "  drain.add(replica.pool, call.blocks)"),
@@ -37,7 +37,6 @@ MUTANTS: dict[str, tuple[str, str]] = {
     "credit never spent": ("line.credit = line.credit - order.price(call.class) * call.blocks", "line.credit = line.credit"),
     "exclusion ignored": ("and not placement.contains(call.exclude, replica.name)", ""),
     "move pays twice": ("    reserve.correct(call, -call.charged)\n    queue.join", "    queue.join"),
-    "resize ignores the limit": ("if growth > 0 and replica.used + growth > replica.limit then", "if false then"),
     "reap forgets": ("reserve.give_back(id, rows.fetch(records.calls, id))\n    end\n    if #members", "flows.forget_call(id, rows.fetch(records.calls, id))\n    end\n    if #members"),
     "fit on the pool's sum": ("local room = used == 0 and math.huge or free", "local room = 0\n    for _, each in ipairs(list) do room = room + each.limit - each.used end"),
     "no dispatch after reap": ("  local more = owners.reap()", "  local dirty = meta.dirty\n  local more = owners.reap()\n  meta.dirty = dirty"),
@@ -99,7 +98,6 @@ MUTANTS: dict[str, tuple[str, str]] = {
     "a part of the limits of replicas that are down, too": ("    if replica.state == 'up' then limit = limit + replica.limit end", "    limit = limit + replica.limit"),
     "a part of what is up makes a call too large": ("        limit = limit + replica.limit\n      end\n    end\n    most", "        limit = limit + (replica.state == 'up' and replica.limit or 0)\n      end\n    end\n    most"),
     "what a key held of a pool is not given back": ("reserve.count_held(call, -call.blocks, -1)", "local pools = rows.fetch(records.keys, call.key).pools\n  reserve.count_held(call, -call.blocks, -1)\n  rows.fetch(records.keys, call.key).pools = pools"),
-    "what a call grows by is not its key's part of a pool": ("  reserve.count_held(call, growth, 0)", "  local pools = rows.fetch(records.keys, call.key).pools\n  reserve.count_held(call, growth, 0)\n  rows.fetch(records.keys, call.key).pools = pools"),
     "a declared call is nothing of its key's part of a pool": ("  reserve.take(id, call, replica, 'reserved')\n  return {'declared'}", "  local pools = rows.fetch(records.keys, key).pools\n  reserve.take(id, call, replica, 'reserved')\n  rows.fetch(records.keys, key).pools = pools\n  return {'declared'}"),
     "a call counts in the pool that its replica changed to": ("  reserve.count_held(call, -call.blocks, -1)", "  call.pool = replica.pool\n  reserve.count_held(call, -call.blocks, -1)"),
     "another share of pools wakes nobody": ("  books.room = books.room + 1\n  books.meta.dirty = 1\nend", "end"),

@@ -1,13 +1,12 @@
 """The Lua on a real Valkey does what the specification says, reply and content, after every command."""
 
-import msgspec
 import pytest
 import redis
 
 from gateway.core.books import FleetConfig, ReplicaConfig
 from tests.conformance.books import read_content
 from tests.conformance.machine import PARTS, BooksMachine, play
-from tests.conformance.twin import FLEET, Twin, lua_content
+from tests.conformance.twin import FLEET, IN_FULL, Twin, lua_content, pack_op
 
 
 @pytest.mark.parametrize("part", range(PARTS))
@@ -44,6 +43,7 @@ def test_a_malformed_op_is_an_error_of_its_own(store_client):
         "",
         "",
         0,
+        *IN_FULL,
     ]
     bad = [
         ["X"],
@@ -57,7 +57,7 @@ def test_a_malformed_op_is_an_error_of_its_own(store_client):
         ["A", "00000000ba", *good[2:5], 2**53, *good[6:]],
         ["A", "00000000bb", *good[2:5], float("nan"), *good[6:]],
     ]
-    packed = [msgspec.msgpack.encode(op) for op in [*bad, good]]
+    packed = [pack_op(op) for op in [*bad, good]]
     results = twin.evaluate("step", now, owner, 1, "wake:", *packed)[5]
     assert [r[0] for r in results[:-1]] == ["error"] * len(bad)
     assert results[-1][0] == "ticket", "the gate of a new store is closed"
@@ -95,6 +95,7 @@ def test_a_run_that_breaks_off_leaves_nothing_to_the_next(store_client):
         "",
         "",
         0,
+        *IN_FULL,
     ]
     arguments = (twin.scripts.function("step"), len(twin.keys), *twin.keys, now + 2000, owner, 3, "wake:")
     store_client.execute_command("ACL", "SETUSER", "halved", "on", "nopass", "~*", "&*", "+@all", "-hset")
@@ -102,7 +103,7 @@ def test_a_run_that_breaks_off_leaves_nothing_to_the_next(store_client):
         with store_client.client() as other:
             other.execute_command("AUTH", "halved", "")
             with pytest.raises(redis.exceptions.ResponseError, match=r"permission|can.t run"):
-                other.fcall(*arguments, msgspec.msgpack.encode(admit))
+                other.fcall(*arguments, pack_op(admit))
             other.execute_command("AUTH", "default", "")
     finally:
         store_client.execute_command("ACL", "DELUSER", "halved")

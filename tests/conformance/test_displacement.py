@@ -5,7 +5,7 @@ from itertools import count
 import redis
 
 from gateway.core.books import FleetConfig, ReplicaConfig
-from tests.conformance.twin import Op, Twin
+from tests.conformance.twin import IN_FULL, Op, Twin
 
 OWNER = "o0"
 BLOCKS, SMALL, OVERTAKE = 100, 10, 50
@@ -55,6 +55,7 @@ class Queue:
             "",
             "",
             0,
+            *IN_FULL,
         ]
 
     def state(self, call: Op) -> str:

@@ -6,7 +6,7 @@ import pytest
 import redis
 
 from gateway.core.books import FleetConfig, ReplicaConfig
-from tests.conformance.twin import Op, Twin
+from tests.conformance.twin import IN_FULL, Op, Twin
 
 OWNER = "o0"
 BLOCKS, EACH = 100, 4
@@ -33,7 +33,7 @@ class Fleet:
 
     def admit(self, key: str, blocks: int, blocks_max: int = -1) -> Op:
         call = [key, "normal", "a", blocks, 1, 0, 10 * blocks, 3_600_000, 1, blocks_max, -1, -1, 100, 50]
-        return ["A", f"{next(self._ids):010x}", *call, [], [], [], "", "", 0]
+        return ["A", f"{next(self._ids):010x}", *call, [], [], [], "", "", 0, *IN_FULL]
 
 
 @pytest.mark.parametrize("calls", [1, 2])

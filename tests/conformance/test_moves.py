@@ -3,7 +3,7 @@
 import redis
 
 from gateway.core.books import FleetConfig, ReplicaConfig
-from tests.conformance.twin import Twin
+from tests.conformance.twin import IN_FULL, Twin
 
 OWNER, CALL, BLOCKS = "o0", "00000000aa", 10
 
@@ -19,7 +19,7 @@ def test_a_late_copy_moves_nothing_again(store_client: "redis.Redis[bytes]") -> 
         now_ms += 1000
         twin.step(now_ms, OWNER, batch, [["Y"]])
     limits = [600_000, 1, -1, -1, -1, 9, 9]
-    admit = ["A", CALL, "k", "normal", "a", BLOCKS, 1, 0, 1, *limits, [], [], [], "", "", 0]
+    admit = ["A", CALL, "k", "normal", "a", BLOCKS, 1, 0, 1, *limits, [], [], [], "", "", 0, *IN_FULL]
     assert twin.step(now_ms, OWNER, 4, [admit])[5] == [["grant", "r0"]]
     assert twin.step(now_ms, OWNER, 5, [["M", CALL, ["r0"]]])[5][0][0] == "ticket"
     assert twin.books.calls[CALL].replica == "r1"

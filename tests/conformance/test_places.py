@@ -9,7 +9,7 @@ import redis
 
 from gateway.core.books import FleetConfig, Place, ReplicaConfig
 from gateway.core.order import DRAIN_WINDOW_MS, PLACE_MS, PLACES, PLACES_OF_FLOW
-from tests.conformance.twin import Op, Twin
+from tests.conformance.twin import IN_FULL, Op, Twin
 
 LEASE_MS, HEARTBEAT_MS = 6000, 1000
 BLOCKS = 100
@@ -52,7 +52,7 @@ class Fleet:
         id_ = f"{next(self._ids):010x}"
         return ["A", id_, key, a["class"], a["lane"], blocks, 1, 0, blocks, a["wait_ms"], 1,
                 a["blocks_max"], a["requests_max"], -1, a["queue_max"], a["key_max"], [], [], [], fingerprint,
-                a["once"], a["place_only"]]  # fmt: skip
+                a["once"], a["place_only"], *IN_FULL]  # fmt: skip
 
     def ask(self, key: str = "k", fingerprint: str = "", owner: str = "o0", **changes: Any) -> tuple[str, Op]:
         """The new call's id, and what it was told."""
@@ -476,7 +476,8 @@ def test_it_ends_with_the_lease_of_a_lost_gateway(fleet: Fleet) -> None:
 
 def redeclared(op: Op) -> Op:
     key, class_, lane, blocks = op[2:6]
-    return ["R", op[1], "r0", key, class_, lane, blocks, 1, 0, blocks, 1, -1, -1, -1, 1, op[19], op[20]]
+    return ["R", op[1], "r0", key, class_, lane, blocks, 1, 0, blocks, 1, -1, -1, -1, 1, op[19], op[20],
+            *IN_FULL]  # fmt: skip
 
 
 def test_it_holds_for_a_call_that_is_declared_again(fleet: Fleet) -> None:

@@ -8,7 +8,7 @@ import redis
 
 from gateway.core.books import FleetConfig, ReplicaConfig
 from gateway.core.order import POOL_SHARE_SCALE, SLICE
-from tests.conformance.twin import Op, Twin
+from tests.conformance.twin import IN_FULL, Op, Twin
 
 OWNER = "o0"
 LIMIT = 20
@@ -53,7 +53,7 @@ class Fleet:
     ) -> str:  # fmt: skip
         """The call's id, and what became of it in `answer`."""
         id_ = f"{next(self._ids):010x}"
-        policy, places = [1, -1, -1, share], [[], [], [], "", "", 0]
+        policy, places = [1, -1, -1, share], [[], [], [], "", "", 0, *IN_FULL]
         op = ["A", id_, key, class_, lane, blocks, 1, 0, 1, 600_000, *policy, queue_max, queue_max, *places]
         (self.answer,) = self.step(op)
         return id_
@@ -119,14 +119,14 @@ def test_a_key_at_its_part_of_every_pool_is_parked_and_woken(store_client: "redi
     assert (fleet.state(parked), fleet.pools()) == ("unclaimed", ("q", 4))
 
 
-def test_a_call_that_shrinks_or_moves_gives_its_part_back(store_client: "redis.Redis[bytes]") -> None:
+def test_a_call_that_moves_gives_its_part_back_and_one_that_grows_takes_none(
+    store_client: "redis.Redis[bytes]",
+) -> None:
     fleet = Fleet(store_client)
+    """Its part is counted in whole demands."""
     full = fleet.run(10, "r2", lane="b")
-    parked = fleet.wait(4, lane="b")
-    fleet.step(["Z", full, 7])
-    assert fleet.state(parked) == "queued"
-    fleet.step(["Z", full, 6])
-    assert (fleet.state(parked), fleet.pools()) == ("unclaimed", ("q", 10))
+    fleet.step(["Z", full, 3, 16, bytes(132)])
+    assert fleet.pools() == ("q", 10)
     moved = fleet.run(20, "r0")
     fleet.step(["M", moved, ["r0"]])
     assert fleet.twin.books.calls[moved].replica == "r1"
@@ -223,7 +223,7 @@ def test_another_share_counts_at_once(store_client: "redis.Redis[bytes]") -> Non
 
 def test_what_runs_counts_from_its_declaration_on(store_client: "redis.Redis[bytes]") -> None:
     fleet = Fleet(store_client)
-    declared = ["R", "00000000ff", "r2", "k", "normal", "b", 9, 1, 0, 1, 1, -1, -1, HALF, 0, "", ""]
+    declared = ["R", "00000000ff", "r2", "k", "normal", "b", 9, 1, 0, 1, 1, -1, -1, HALF, 0, "", "", *IN_FULL]
     assert fleet.step(declared) == [["declared"]]
     assert fleet.pools() == ("q", 9)
     fleet.wait(2, lane="b")

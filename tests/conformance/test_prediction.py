@@ -17,7 +17,7 @@ from gateway.core.order import (
     FORECAST_WAITING,
     LOOKAHEAD,
 )
-from tests.conformance.twin import Op, Twin
+from tests.conformance.twin import IN_FULL, Op, Twin
 
 OWNER = "o0"
 BLOCKS = 100
@@ -89,6 +89,7 @@ class Lane:
             "",
             "",
             standing,
+            *IN_FULL,
         ]
 
     def ask(
@@ -103,7 +104,7 @@ class Lane:
         ahead: tuple[int, int] = (0, 0),
     ) -> Op:
         limits = [1, -1, -1, -1, queue_max, min(key_max, queue_max)]
-        return ["Q", least, likely, key, "normal", "a", 1, 1, wait_ms, *limits, standing, *ahead]
+        return ["Q", least, likely, key, "normal", "a", 1, 1, wait_ms, *limits, standing, *ahead, *IN_FULL]
 
     def fill(self, *waiting: Op) -> None:
         """The replica is full, and these wait."""

@@ -5,7 +5,7 @@ import redis
 
 from gateway.core.books import FleetConfig, ReplicaConfig
 from gateway.core.quota import MINUTE_US
-from tests.conformance.twin import Op, Twin
+from tests.conformance.twin import IN_FULL, Op, Twin
 
 OWNER = "o0"
 NOW_MS = 1_003_000
@@ -38,6 +38,7 @@ def admit(id_: str, cost_us: int, queue_max: int = 0) -> Op:
         "",
         "",
         0,
+        *IN_FULL,
     ]
 
 

@@ -8,7 +8,7 @@ import redis
 
 from gateway.core.books import FleetConfig, ReplicaConfig
 from gateway.core.order import FIRST_APPOINTMENT_MS, OPERATOR, SHUT_RETRY_MS
-from tests.conformance.twin import Op, Twin
+from tests.conformance.twin import IN_FULL, Op, Twin
 
 LIMIT = 20
 LEASE_MS = 6000
@@ -44,7 +44,7 @@ class Fleet:
     def ask(self, blocks: int, queue_max: int = 100, key: str = "k") -> str:
         """The call's id, and what became of it in `answer`."""
         id_ = f"{next(self._ids):010x}"
-        policy, places = [1, -1, -1, -1, queue_max, queue_max], [[], [], [], "", "", 0]
+        policy, places = [1, -1, -1, -1, queue_max, queue_max], [[], [], [], "", "", 0, *IN_FULL]
         (self.answer,) = self.step(["A", id_, key, "normal", "a", blocks, 1, 0, 1, 600_000, *policy, *places])
         return id_
 
@@ -195,7 +195,7 @@ def test_a_fleet_that_is_shut_takes_nobody_new(fleet: Fleet) -> None:
     fleet.twin.set_shut(fleet.now_ms, True)
     fleet.ask(1)
     assert fleet.answer == ["refused", "gate_closed", "", 0, 0, SHUT_RETRY_MS]
-    ask = ["Q", 1, 1, "k", "normal", "a", 1, 1, 600_000, 1, -1, -1, -1, 100, 100, 0, 0, 0]
+    ask = ["Q", 1, 1, "k", "normal", "a", 1, 1, 600_000, 1, -1, -1, -1, 100, 100, 0, 0, 0, *IN_FULL]
     assert fleet.step(ask) == [["refused", "gate_closed", "", 0, 0, SHUT_RETRY_MS]]
     fleet.settle(running[0])
     assert fleet.place(waiting) == ("unclaimed", "r0")

@@ -537,8 +537,8 @@ TESTED_MUTANTS: dict[str, TestedMutant] = {
     ),
     "that a call never fits is judged by what was learned": TestedMutant(
         "lua/lib/placement.lua",
-        "call.sequences <= replica.sequences_usable\nend",
-        "call.sequences <= replica.sequences_max\nend",
+        "call.sequences <= replica.sequences_usable and keeps_promise(call, replica)\nend",
+        "call.sequences <= replica.sequences_max and keeps_promise(call, replica)\nend",
         ("tests/integration/test_capacity.py",),
     ),
 }

@@ -9,6 +9,17 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
 from gateway.core.books import Books, Call, FleetConfig, Key, ReplicaConfig
+from gateway.core.elastic import (
+    ELASTIC,
+    GUARANTEED,
+    POINTS,
+    SCALE,
+    SHARED,
+    SUM_MAX,
+    TILTS,
+    margins,
+    pack,
+)
 from gateway.core.order import (
     ASKED_BACK,
     DIGEST_MODULUS,
@@ -21,6 +32,7 @@ from gateway.core.order import (
     POOL_SHARE_SCALE,
     WORK,
 )
+from tests.conformance.twin import IN_FULL
 
 Op = list[Any]
 Policy = tuple[int, int, int, int]
@@ -28,6 +40,10 @@ Policy = tuple[int, int, int, int]
 
 CLASSES = (("high", 0), ("normal", 200), ("low", 100))
 PALETTES = (("normal",), ("high", "normal"), ("high", "low"), ("normal", "normal", "high", "low"))
+BASES = (32, 32, 32, 128)
+"""What paths are made for; two of them may meet on a replica."""
+MODES = ((GUARANTEED,), (GUARANTEED,), (ELASTIC,), (SHARED,), (GUARANTEED, ELASTIC, SHARED))
+"""Of the replicas of a fleet."""
 LANES = (
     (("a", ("p",)), ("b", ("q",))),
     (("a", ("p", "q")), ("b", ("q",))),
@@ -53,6 +69,11 @@ class Start:
     classes: tuple[str, ...]
     shares: tuple[int, ...]
     """Of pools, that keys may have."""
+
+    @property
+    def elastic(self) -> bool:
+        """Whether calls may be charged by their paths anywhere."""
+        return any(replica.mode != GUARANTEED for replica in self.fleet.replicas)
 
 
 @dataclass
@@ -94,10 +115,11 @@ def fleets(draw: DrawFn) -> FleetConfig:
     limit = draw(st.sampled_from((20, 100)))
     prefill = draw(st.sampled_from((30, 1000)))
     count = draw(st.sampled_from((1, 2, 2, 4)))
-    shapes = st.tuples(st.sampled_from("pq"), st.sampled_from((0, 5)), st.sampled_from((4, 50)))
+    modes = st.sampled_from(draw(st.sampled_from(MODES)))
+    shapes = st.tuples(st.sampled_from("pq"), st.sampled_from((0, 5)), st.sampled_from((4, 50)), modes)
     replicas = tuple(
-        ReplicaConfig(f"r{i}", pool, limit, limit + spare, sequences, prefill)
-        for i, (pool, spare, sequences) in enumerate(draw(st.tuples(*[shapes] * count)))
+        ReplicaConfig(f"r{i}", pool, limit, limit + spare, sequences, prefill, mode)
+        for i, (pool, spare, sequences, mode) in enumerate(draw(st.tuples(*[shapes] * count)))
     )
     return FleetConfig(
         lease_ms=6000,
@@ -214,6 +236,53 @@ LIKENESS: tuple[tuple[str, str], ...] = (
 STANDINGS = (0,) * 14 + (PLACE_ONLY, ASKED_BACK, ASKED_BACK)
 
 
+def heights(world: World) -> list[int]:
+    """Of a path's points, in blocks: what the bound leaves on a replica at its tightest, and one more or less of the
+    smallest part; mostly next to nothing."""
+    edges = set[int]()
+    for replica in world.books.replicas.values():
+        if not replica.elastic:
+            continue
+        sums, room = replica.points(), (replica.limit - replica.assured) * SCALE
+        beside = margins(replica.base)
+        most = min(
+            max(room - beside[k] - sums[at + k] for k in range(len(TILTS)))
+            for at in range(0, POINTS, len(TILTS))
+        )
+        edges |= {height for height in (most - 1, most, most + 1) if 0 <= height <= SUM_MAX}
+    return [0, 1, SCALE, 2 * SCALE, *sorted(edges)]
+
+
+@st.composite
+def demands(draw: DrawFn, world: World, blocks: int) -> list[Any]:
+    """The last arguments of A, Q and R, for a call of so many blocks: by its path, or in full."""
+    kind = (
+        draw(st.sampled_from(("path", "path", "path", "full", "promised"))) if world.start.elastic else "full"
+    )
+    if kind == "full":
+        return [*IN_FULL]
+    held = draw(st.sampled_from((-1, 1, 1, 2, max(blocks // 2, 1), blocks)))
+    path = draw(paths(world, blocks))
+    promised = kind == "promised" and draw(st.booleans())
+    return [
+        held,
+        draw(st.sampled_from(BASES)),
+        b"" if kind == "promised" and not promised else path,
+        int(kind == "promised"),
+    ]
+
+
+@st.composite
+def paths(draw: DrawFn, world: World, blocks: int) -> bytes:
+    """Flat, or with one point that says whether there is room."""
+    height = draw(st.sampled_from((*heights(world), blocks * SCALE)))
+    points = [height] * POINTS
+    if draw(st.booleans()):
+        low, at = draw(st.sampled_from((0, 1))), draw(st.integers(0, POINTS - 1))
+        points = [height if i // len(TILTS) == at // len(TILTS) else low for i in range(POINTS)]
+    return pack(tuple(points))
+
+
 @st.composite
 def admits(draw: DrawFn, world: World) -> Op:
     key = draw(st.sampled_from(sorted(world.policies)))
@@ -225,7 +294,8 @@ def admits(draw: DrawFn, world: World) -> Op:
     seconds, wait, depth = draw(st.sampled_from(PATIENCE))
     return ["A", world.new_id(), key, class_, lane, blocks, sequences, prefill, blocks * seconds, wait,
             *world.policies[key], *depth, prefer, exclude, draw(st.sampled_from(CHARGES)),
-            *draw(st.sampled_from(LIKENESS)), draw(st.sampled_from(STANDINGS))]  # fmt: skip
+            *draw(st.sampled_from(LIKENESS)), draw(st.sampled_from(STANDINGS)),
+            *draw(demands(world, blocks))]  # fmt: skip
 
 
 # -- batches ---------------------------------------------------------------------------------------------------------
@@ -251,7 +321,8 @@ def questions(draw: DrawFn, world: World, owner: str) -> list[Op]:
     terms = [sequences, cost, wait, weight, blocks, requests, share, depth, own]
     ahead = draw(st.integers(0, 3))
     own_ahead = draw(st.integers(0, ahead))
-    asked = ["Q", least, likely, *call, *terms, draw(st.sampled_from(STANDINGS)), ahead, own_ahead]
+    standing, demand = draw(st.sampled_from(STANDINGS)), draw(demands(world, least))
+    asked = ["Q", least, likely, *call, *terms, standing, ahead, own_ahead, *demand]
     return [*draw(st.one_of(settles(world, owner), st.just([]))), asked, asked]
 
 
@@ -259,8 +330,9 @@ def questions(draw: DrawFn, world: World, owner: str) -> list[Op]:
 def floods(draw: DrawFn, world: World, owner: str) -> list[Op]:
     """More equal calls than one script grants, expires or reaps; nothing but room is in their way."""
     _, _, *rest = draw(admits(world))
-    *rest, _, _, prefer, exclude, _, fingerprint, _, _ = _with_blocks(rest, 1)
-    terms = [100, 100, prefer, exclude, [], fingerprint, "", 0]
+    _, _, prefer, exclude, _, fingerprint, _, _, *demand = rest[12:]
+    rest = _with_blocks(rest[:12], 1)
+    terms = [100, 100, prefer, exclude, [], fingerprint, "", 0, *demand]
     return [["A", world.new_id(), *rest, *terms] for _ in range(WORK + 2)]
 
 
@@ -340,7 +412,7 @@ def returns(draw: DrawFn, world: World, owner: str) -> list[Op]:
 
 def _in_place(op: Op, wait_ms: int, fingerprint: str) -> Op:
     """An admit that nothing but its wait keeps from a place in the queue."""
-    return [*op[:9], wait_ms, *op[10:14], 100, 100, *op[16:18], [], fingerprint, "", op[21]]
+    return [*op[:9], wait_ms, *op[10:14], 100, 100, *op[16:18], [], fingerprint, "", *op[21:]]
 
 
 @st.composite
@@ -364,7 +436,8 @@ def absences(draw: DrawFn, world: World, owner: str) -> list[list[Op]]:
 def _like(world: World, c: Call, blocks: int, wait_ms: int, fingerprint: str) -> Op:
     """A call of the same flow."""
     return ["A", world.new_id(), c.key, c.class_, c.lane, blocks, c.sequences, c.prefill, blocks, wait_ms,
-            *world.policies[c.key], 100, 100, [], [], [], fingerprint, "", 0]  # fmt: skip
+            *world.policies[c.key], 100, 100, [], [], [], fingerprint, "", 0,
+            c.asked, c.base, c.path, c.promised]  # fmt: skip
 
 
 @st.composite
@@ -383,7 +456,10 @@ def thefts(draw: DrawFn, world: World, owner: str) -> list[Op]:
 def mixtures(draw: DrawFn, world: World, owner: str) -> list[Op]:
     """What frees before what asks, as a gateway sends it, or in turns: what one op learnt of the room is old for the
     next."""
-    frees = [*draw(settles(world, owner)), *draw(touches(world, owner))]
+    grown = set[str]()
+    touched = draw(touches(world, owner))
+    once = [op for op in touched if op[0] != "Z" or not (op[1] in grown or grown.add(op[1]))]
+    frees = [*draw(settles(world, owner)), *once]
     asks = draw(st.lists(admits(world), max_size=3))
     if draw(st.booleans()):
         return [*frees, *asks]
@@ -398,7 +474,8 @@ def declarations(draw: DrawFn, world: World, owner: str) -> list[Op]:
     key = draw(st.sampled_from(sorted(world.policies)))
     lane, blocks = draw(st.sampled_from("abbac")), draw(st.sampled_from(sizes(world, key)))
     return [["R", id_, f"r{draw(st.integers(0, 4))}", key, "normal", lane, blocks, 1, draw(st.sampled_from((0, 5))), 7,
-             *world.policies[key], draw(st.sampled_from((0, 1))), *draw(st.sampled_from(LIKENESS))]]  # fmt: skip
+             *world.policies[key], draw(st.sampled_from((0, 1))), *draw(st.sampled_from(LIKENESS)),
+             *draw(demands(world, blocks))]]  # fmt: skip
 
 
 @st.composite
@@ -431,7 +508,31 @@ MALFORMED: tuple[Op, ...] = (
     ["S", "00000000aa", 1, 1, [0], ""],
     ["S", "00000000aa", 1, 1, [], "0123"],
     ["S", "00000000aa", 1, 1, [], "0123456789abcde:"],
-    ["A", "00000000ba", "k0", "normal", "a", 1, 1, 0, 1, 9, 1, -1, -1, -1, 9, 9, [], [], [0, 1], "", "", 0],
+    [
+        "A",
+        "00000000ba",
+        "k0",
+        "normal",
+        "a",
+        1,
+        1,
+        0,
+        1,
+        9,
+        1,
+        -1,
+        -1,
+        -1,
+        9,
+        9,
+        [],
+        [],
+        [0, 1],
+        "",
+        "",
+        0,
+        *IN_FULL,
+    ],
     [
         "A",
         "00000000ba",
@@ -455,9 +556,41 @@ MALFORMED: tuple[Op, ...] = (
         "",
         "",
         0,
+        *IN_FULL,
     ],
-    ["Z", "00000000aa", 0],
-    ["Z", "00000000aa", 1.5],
+    ["Z", "00000000aa", 0, 0, b""],
+    ["Z", "00000000aa", 1.5, 32, bytes(132)],
+    ["Z", "00000000aa", 1, 0, bytes(132)],
+    ["Z", "00000000aa", 1, 32, bytes(131)],
+    ["Z", "00000000aa", 1, 32, 7],
+    [
+        "A",
+        "00000000ba",
+        "k0",
+        "normal",
+        "a",
+        1,
+        1,
+        0,
+        1,
+        9,
+        1,
+        -1,
+        -1,
+        -1,
+        9,
+        9,
+        [],
+        [],
+        [],
+        "",
+        "",
+        0,
+        -1,
+        0,
+        b"",
+        2,
+    ],
     ["H", 2**53, 0, []],
     ["H", 0, 0, [1, "r0"]],
     ["H", 0, 0, [-1, "r0", 1]],
@@ -487,12 +620,20 @@ def touch(draw: DrawFn, world: World, call: Call) -> Op:
     """Claim, first token, resize or move."""
     kind = draw(st.sampled_from("KKFFZM"))
     if kind == "Z":
-        replica = world.books.replicas.get(call.replica)
-        most = max(call.blocks + replica.limit - replica.used, 1) if replica else 1
-        return ["Z", call.id, draw(st.sampled_from((1, call.blocks + 1, most, most + 1, world.limit)))]
+        return draw(growth(world, call))
     if kind == "M":
         return ["M", call.id, draw(st.sampled_from(([], [call.replica or "r0"])))]
     return [kind, call.id]
+
+
+@st.composite
+def growth(draw: DrawFn, world: World, call: Call) -> Op:
+    """To what its replica has left, or beyond; it shrinks; or its path alone is another."""
+    replica = world.books.replicas.get(call.replica)
+    most = max(call.held + replica.limit - replica.used, 1) if replica else 1
+    held = draw(st.sampled_from((-1, 1, max(call.held, 1), call.held + 1, most, most + 1, world.limit)))
+    base = draw(st.sampled_from((call.base or 32, *BASES)))
+    return ["Z", call.id, held, base, draw(st.one_of(paths(world, call.blocks), st.just(b"")))]
 
 
 def _some(draw: DrawFn, calls: list[Call]) -> list[Call]:
@@ -586,7 +727,12 @@ def changed_fleets(draw: DrawFn, world: World) -> FleetConfig:
     limits = st.sampled_from((world.limit, world.limit, world.limit // 2, -1))
     moved = st.sampled_from((False,) * 7 + (True,))
     replicas = [
-        replace(r, limit=draw(limits), pool="pq"[r.pool == "p"] if draw(moved) else r.pool)
+        replace(
+            r,
+            limit=draw(limits),
+            pool="pq"[r.pool == "p"] if draw(moved) else r.pool,
+            mode=draw(st.sampled_from(sum(MODES, ()))) if world.start.elastic and draw(moved) else r.mode,
+        )
         for r in fleet.replicas
     ]
     if len(replicas) > 1 and draw(st.sampled_from((False, False, True))):

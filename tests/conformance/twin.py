@@ -16,6 +16,7 @@ from gateway.ledger.records import (
     decode_rests,
     decode_step,
     decode_text,
+    path_argument,
 )
 from gateway.ledger.scripts import Library, fleet_keys, library
 from gateway.ledger.verify import Content, snapshot_of
@@ -23,6 +24,8 @@ from tests.conformance.books import read_content
 
 FLEET = "t"
 IDLE_LANE = {"blocked": "", "book": 0, "since": -1}
+IN_FULL = (-1, 0, b"", 0)
+"""Last arguments of A, Q and R, of a call that is charged in full: held, base, path and promised."""
 Op = list[Any]
 Saved = tuple[dict[bytes, bytes | None], Books]
 
@@ -95,7 +98,7 @@ class Twin(Scripts):
 
     def step(self, now: int, owner: str, batch: int, ops: Sequence[Op], malformed: Op | None = None) -> Any:
         """The specification takes no malformed op; the Lua gets it first and has to answer an error for it alone."""
-        packed = [msgspec.msgpack.encode(op) for op in ([malformed, *ops] if malformed else ops)]
+        packed = [pack_op(op) for op in ([malformed, *ops] if malformed else ops)]
         reply = self.books.step(now, self.run, owner, batch, ops)
         got = self.evaluate("step", now, owner, batch, "wake:", *packed)
         if malformed and got[0] == "ok":
@@ -133,6 +136,11 @@ class Twin(Scripts):
         if before:
             found += step_violations(before, self.snapshot)
         assert not found, "\n".join(map(str, found))
+
+
+def pack_op(op: Op) -> bytes:
+    """As a gateway packs it."""
+    return msgspec.msgpack.encode([path_argument(item) if isinstance(item, bytes) else item for item in op])
 
 
 def lua_content(content: Content) -> dict[str, Any]:

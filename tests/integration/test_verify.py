@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import redis
 
@@ -17,9 +16,10 @@ from gateway.cli import main
 from gateway.core.books import FleetConfig, ReplicaConfig
 from gateway.core.invariants import Rule
 from gateway.ledger import verify as verifying
-from gateway.ledger.records import FIELDS, config_arguments, decode_record
+from gateway.ledger.records import config_arguments, decode_record
 from gateway.ledger.scripts import fleet_keys, library
 from gateway.ledger.verify import NotVerified, verify
+from tests.conformance.books import pack_record
 from tests.integration.ledger_world import Member, World, eventually, running_store, world
 
 SMALL_PAGES = (3,)
@@ -110,7 +110,7 @@ def change(w: World, name: str, kind: str, field: str, **changes: Callable[[Any]
     row = decode_record(kind, w.store.hget(w.key(name), field))
     for column, new in changes.items():
         row[column] = new(row[column])
-    w.store.hset(w.key(name), field, msgspec.msgpack.encode([row[column] for column in FIELDS[kind]]))
+    w.store.hset(w.key(name), field, pack_record(kind, row))
 
 
 def call_in(w: World, state: str) -> str:
@@ -251,7 +251,7 @@ def test_books_that_hold(path: str, fleet: Any, capsys: pytest.CaptureFixture[st
 def test_one_line_for_each_violation(path: str, fleet: Any, capsys: pytest.CaptureFixture[str]) -> None:
     client, keys = fleet
     row = decode_record("replica", client.hget(keys[1], "r0")) | {"used": 12, "sequences": 1}
-    client.hset(keys[1], "r0", msgspec.msgpack.encode([row[column] for column in FIELDS["replica"]]))
+    client.hset(keys[1], "r0", pack_record("replica", row))
     status, out, err = run(capsys, "--store", url(path), "--fleet", "demo")
     assert (status, err) == (1, [])
     sums = "a replica's figures are the sums of its calls"

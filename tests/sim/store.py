@@ -9,7 +9,7 @@ import hiredis
 import msgspec
 
 from gateway.core.books import Books, FleetConfig, ReplicaConfig
-from gateway.ledger.records import decode_text
+from gateway.ledger.records import string_of
 from gateway.ledger.scripts import library
 from tests.sim.loop import Process
 from tests.sim.network import Network, Transport
@@ -131,7 +131,7 @@ class Store:
         books, now = self.books, self.now_ms
         match script:
             case "step":
-                ops = [decode_text(msgspec.msgpack.decode(packed)) for packed in given[4:]]
+                ops = [decode_op(packed) for packed in given[4:]]
                 reply = books.step(now, self.run, given[1].decode(), int(given[2]), ops)
                 return [*reply[:5], msgspec.msgpack.encode(reply[5]), reply[6]] if len(reply) > 5 else reply
             case "hello":
@@ -208,6 +208,16 @@ class StoreConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         for connections in self._store.subscribers.values():
             connections.pop(self, None)
+
+
+PATHS = {"A": 24, "Q": 20, "R": 19, "Z": 4}
+"""Where an op has its path: text for the scripts, bytes for the specification."""
+
+
+def decode_op(packed: bytes) -> list[Any]:
+    values = msgspec.msgpack.decode(packed, type=list[msgspec.Raw])
+    at = PATHS.get(msgspec.msgpack.decode(values[0]))
+    return [string_of(v) if i == at else msgspec.msgpack.decode(v) for i, v in enumerate(values)]
 
 
 def encode(value: Any) -> bytes:

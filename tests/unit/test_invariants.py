@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from gateway.core.books import Call, FleetConfig, Key, Replica
+from gateway.core.elastic import Path, flat, pack
 from gateway.core.invariants import (
     Flow,
     Line,
@@ -29,6 +30,7 @@ def call(id_: str, state: str, blocks: int, arrival: int, **changes: Any) -> Cal
         "owner": "o0", "replica": "" if state == "queued" else "r0",
         "pool": "" if state == "queued" else "p", "key": "k", "class_": "normal", "lane": "a",
         "sequences": 1, "prefill": 5, "prefilling": 0, "cost": blocks, "deadline": 9000, "charged": 64 * blocks,
+        "asked": blocks, "held": 0 if state == "queued" else blocks,
     }  # fmt: skip
     return Call(id=id_, state=state, blocks=blocks, arrival=arrival, **{**values, **changes})
 
@@ -56,7 +58,8 @@ def books(**changes: Any) -> Snapshot:
 
 
 def replica(**changes: Any) -> Replica:
-    return replace(Replica("r0", "p", 20, 20, 10, 10, 100, used=15, sequences=2, prefill=5), **changes)
+    return replace(Replica("r0", "p", 20, 20, 10, 10, 100, used=15, sequences=2, prefill=5, full=15, assured=15),
+                   **changes)  # fmt: skip
 
 
 def indexes(**changes: set[str]) -> dict[str, frozenset[str]]:
@@ -88,6 +91,22 @@ def with_call(id_: str, **changes: Any) -> Snapshot:
     return books(calls=calls)
 
 
+def by_path(path: Path, **changes: Any) -> Snapshot:
+    """The running call is charged by such a path and holds 4 of its 10 blocks; a call of 11 waits."""
+    packed = pack(path)
+    calls = dict(books().calls)
+    calls[RUNNING] = replace(calls[RUNNING], held=4, asked=4, base=16, path=packed, elastic=1)
+    calls[WAITING] = replace(calls[WAITING], blocks=11, asked=11)
+    figures: dict[str, Any] = {"used": 9, "full": 15, "assured": 5, "elastic": 1, "base": 16, "sums": packed}
+    found = books(
+        calls=calls,
+        replicas={"r0": replica(**{**figures, "mode": "shared", **changes})},
+        flows={("a", "normal", "k"): Flow(7, 1, 11, 1, 0)},
+        lines={("a", "normal"): Line(7, 1, 11, 1, 0)},
+    )
+    return replace(found, indexes=indexes(backlog={"a:normal:000000000011:k"}))
+
+
 def parked(**key: int) -> Snapshot:
     """The waiting flow is parked, rightly when its key is at a cap."""
     return books(
@@ -106,7 +125,7 @@ def held_behind() -> Snapshot:
 def empty(**changes: Any) -> Snapshot:
     nothing: dict[str, Any] = {
         "calls": {}, "flows": {}, "lines": {("a", "normal"): Line()}, "blocked": {}, "sessions": {}, "owners": {},
-        "keys": {"k": Key()}, "replicas": {"r0": replica(used=0, sequences=0, prefill=0)},
+        "keys": {"k": Key()}, "replicas": {"r0": replica(used=0, sequences=0, prefill=0, full=0, assured=0)},
         "indexes": dict.fromkeys(indexes(), frozenset()),
     }  # fmt: skip
     return books(**{**nothing, **changes})
@@ -126,6 +145,7 @@ WHOLE = [
     replace(with_call(WAITING, once="e5"), once={"e5": WAITING}),
     replace(parked(pool_share=2 * SCALE), dirty=True),
     replace(with_call(WAITING, passed=36), keys={"k": replace(HOLDER, pool_share=SCALE)}),
+    by_path(flat(8)),
 ]
 """While a script has left something to do, who is parked for a part of a pool may be within it again; no replica is
 held for a call of a key that is at its part."""
@@ -142,6 +162,19 @@ CORRUPTIONS: list[tuple[Rule, str, Callable[[], Snapshot]]] = [
     (Rule.SUMS, "replica r0 used", lambda: books(replicas={"r0": replica(used=-1)})),
     (Rule.SUMS, "replica r0 sequences", lambda: books(replicas={"r0": replica(sequences=3)})),
     (Rule.SUMS, "replica r0 prefill", lambda: books(replicas={"r0": replica(prefill=0)})),
+    (Rule.SUMS, "replica r0 full", lambda: books(replicas={"r0": replica(full=14)})),
+    (Rule.SUMS, "replica r0 assured", lambda: books(replicas={"r0": replica(assured=14)})),
+    (Rule.SUMS, "replica r0 elastic", lambda: by_path(flat(8), elastic=2)),
+    (Rule.SUMS, "replica r0 base", lambda: by_path(flat(8), base=32)),
+    (Rule.SUMS, "replica r0 sums", lambda: by_path(flat(8), sums=pack(flat(7)))),
+    (Rule.SUMS, "replica r0 sums", lambda: books(replicas={"r0": replica(sums=bytes(132))})),
+    (Rule.STATE, f"call {RUNNING} held", lambda: with_call(RUNNING, held=9)),
+    (Rule.STATE, f"call {WAITING} held", lambda: with_call(WAITING, held=10)),
+    (Rule.STATE, f"call {WAITING} elastic", lambda: with_call(WAITING, elastic=1)),
+    (Rule.STATE, f"call {RUNNING} path", lambda: with_call(RUNNING, elastic=1)),
+    (Rule.STATE, f"call {RUNNING} base", lambda: by_path(flat(8), base=32)),
+    (Rule.PROMISE, f"call {RUNNING}", lambda: with_call(RUNNING, elastic=1, promised=1)),
+    (Rule.DISPATCH, f"call {WAITING}", lambda: by_path(flat(1))),
     (Rule.HOLDINGS, "key k blocks", lambda: books(keys={"k": replace(HOLDER, blocks=16)})),
     (Rule.HOLDINGS, "key k calls", lambda: books(keys={"k": replace(HOLDER, calls=1)})),
     (Rule.HOLDINGS, "key k blocks", lambda: books(keys={})),
@@ -268,6 +301,40 @@ def test_a_batch_after_a_later_one() -> None:
 def test_a_grant_above_the_limit() -> None:
     assert step_rules(*arrived(10)) == set()
     assert step_rules(*arrived(11)) == {Rule.LIMIT}
+
+
+def test_a_call_that_has_grown_may_exceed_the_limit() -> None:
+    before, after = arrived(10)
+    grown = replace(after.calls[RUNNING], held=12)
+    replicas = {"r0": replica(used=22)}
+    assert step_rules(before, replace(after, replicas=replicas)) == {Rule.LIMIT}
+    assert (
+        step_rules(before, replace(after, calls={**after.calls, RUNNING: grown}, replicas=replicas)) == set()
+    )
+
+
+@pytest.mark.parametrize(("blocks", "found"), [(1, set()), (9, {Rule.FORESEEN})])
+def test_a_grant_above_what_paths_leave(blocks: int, found: set[Rule]) -> None:
+    """Their whole demands are above the limit, what they hold now is below."""
+    path = flat(blocks)
+    before = by_path(path)
+    newcomer = call("00000000dd", "reserved", 10, 4, held=4, asked=4, base=16, path=pack(path), elastic=1)
+    full = {"used": 13, "full": 25, "elastic": 2, "sums": pack(flat(2 * blocks))}
+    after = replace(
+        before,
+        arrivals=4,
+        calls={**before.calls, newcomer.id: newcomer},
+        replicas={"r0": replace(before.replicas["r0"], **full)},
+    )
+    assert step_rules(before, after) == found
+
+
+def test_a_promise_that_is_not_kept() -> None:
+    before, after = arrived(10, promised=1)
+    assert step_rules(before, after) == set()
+    elastic = {"r0": replica(used=10, mode="elastic")}, {"r0": replica(used=20, mode="elastic")}
+    broken = replace(before, replicas=elastic[0]), replace(after, replicas=elastic[1])
+    assert step_rules(*broken) == {Rule.PROMISE}
 
 
 def test_a_call_declared_by_force_may_exceed_the_limit() -> None:

@@ -4,12 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import msgspec
 import redis
 
 from gateway.core.books import Books, FleetConfig
 from gateway.ledger.records import config_arguments
-from tests.conformance.twin import Scripts
+from tests.conformance.twin import Scripts, pack_op
 
 OWNER = "gateway"
 RUN = "run"
@@ -57,7 +56,7 @@ class RealStore:
 
     def step(self, now_ms: int, ops: Sequence[Op]) -> Reply:
         self._batch += 1
-        packed = [msgspec.msgpack.encode(op) for op in ops]
+        packed = [pack_op(op) for op in ops]
         return _reply(self._scripts.evaluate("step", now_ms, OWNER, self._batch, "wake:", *packed))
 
 

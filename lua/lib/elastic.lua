@@ -1,0 +1,122 @@
+--- @include "lib/books"
+-- Calls that are charged by what they may hold later, and whether a replica takes one more: gateway/core/elastic.py has
+-- the rule.  A path has POINTS integers, TILTS for each horizon; packed, 4 bytes each, highest first.
+local POINTS, TILTS, SCALE, SUM_MAX = 33, 3, 64, 4294967295
+local TILT_1, TILT_2, TILT_3 = 20, 60, 180
+local RARE = 6.907755278982137 -- ln(1 / EPS)
+local HORIZON = 'I4I4I4' -- string.rep is not there yet when the library is loaded
+local FORMAT = '>' .. HORIZON .. HORIZON .. HORIZON .. HORIZON .. HORIZON .. HORIZON .. HORIZON .. HORIZON .. HORIZON
+  .. HORIZON .. HORIZON
+elastic.PATH_BYTES = 4 * POINTS
+
+local function points_of(packed)
+  if packed ~= '' then return {struct.unpack(FORMAT, packed)} end
+  local none = {}
+  for i = 1, POINTS do none[i] = 0 end
+  return none
+end
+
+-- Unpacked once, and of a replica whose row did not change once in several scripts.
+local function points(row, packed)
+  row.points = row.points or points_of(packed)
+  return row.points
+end
+
+-- Whether the call is charged by its path there; sums of paths for different sizes would say nothing.
+local function is_by_path(call, replica)
+  return call.path ~= '' and call.promised == 0 and replica.mode ~= 'guaranteed'
+    and (replica.elastic == 0 or replica.base == call.base)
+end
+
+-- What the call is to hold from now on, held -1 = all of its blocks, and its path.  Without one it is charged in full.
+function elastic.want(call, held, base, path)
+  call.points, call.path = nil, path
+  if path == '' then
+    call.asked, call.base = call.blocks, 0
+  else
+    call.asked, call.base = held < 0 and call.blocks or held, base
+  end
+end
+
+-- Blocks that the call would hold there at first.
+function elastic.blocks(call, replica)
+  return is_by_path(call, replica) and call.asked or call.blocks
+end
+
+-- The least that it would hold anywhere.
+function elastic.least(call)
+  return math.min(call.asked, call.blocks)
+end
+
+-- `ln(1 / EPS) / theta` of a tilt, rounded up.
+local function margin(base, tilt)
+  return math.ceil(SCALE * RARE * base / tilt)
+end
+
+-- Whether what the calls there will hold stays below the limit with this one, in all likelihood.
+function elastic.bound_holds(call, replica)
+  local room, path, base = SCALE * (replica.limit - replica.assured), nil, replica.base
+  if is_by_path(call, replica) then
+    path, base = points(call, call.path), call.base
+  else
+    room = room - SCALE * call.blocks
+  end
+  local first, second, third = room - margin(base, TILT_1), room - margin(base, TILT_2), room - margin(base, TILT_3)
+  local sums = points(replica, replica.sums)
+  for i = 1, POINTS, TILTS do
+    local a, b, c = sums[i], sums[i + 1], sums[i + 2]
+    if path then a, b, c = a + path[i], b + path[i + 1], c + path[i + 2] end
+    if a > first and b > second and c > third then return false end
+  end
+  return true
+end
+
+-- For what it would hold now, and in all likelihood for what all calls there will hold later.
+function elastic.has_blocks(call, replica)
+  return replica.used == 0 or (replica.used + elastic.blocks(call, replica) <= replica.limit
+    and (replica.full + call.blocks <= replica.limit or elastic.bound_holds(call, replica)))
+end
+
+-- The sums with the call's path, or without it (direction -1); nil where one is more than the record holds.
+local function added(call, replica, direction)
+  local sums, path, changed = points(replica, replica.sums), points(call, call.path), {}
+  for i = 1, POINTS do
+    local sum = sums[i] + direction * path[i]
+    if sum > SUM_MAX then return nil end
+    changed[i] = sum
+  end
+  return changed
+end
+
+-- Put its blocks on the replica: by its path where that can be, else all that it may ever need.
+function elastic.count(call, replica)
+  local sums = is_by_path(call, replica) and added(call, replica, 1)
+  call.elastic, call.held = sums and 1 or 0, sums and call.asked or call.blocks
+  replica.used, replica.full = replica.used + call.held, replica.full + call.blocks
+  if sums then
+    replica.elastic, replica.base = replica.elastic + 1, call.base
+    replica.points, replica.sums = sums, nil
+  else
+    replica.assured = replica.assured + call.blocks
+  end
+end
+
+-- Take off exactly what was put there.
+function elastic.uncount(call, replica)
+  replica.used, replica.full = replica.used - call.held, replica.full - call.blocks
+  if call.elastic == 0 then
+    replica.assured = replica.assured - call.blocks
+  elseif replica.elastic > 1 then
+    replica.elastic = replica.elastic - 1
+    replica.points, replica.sums = added(call, replica, -1), nil
+  else
+    replica.elastic, replica.base = 0, 0
+    replica.points, replica.sums = nil, ''
+  end
+  call.elastic, call.held = 0, 0
+end
+
+-- Before the row is written: its sums are packed once a script, however many calls changed them.
+function elastic.seal(replica)
+  if not replica.sums then replica.sums = struct.pack(FORMAT, unpack(replica.points, 1, POINTS)) end
+end
