@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from gateway.core.prompt import MEDIA_TOKENS
+from gateway.core.media import MEDIA_TOKENS
 from tests.api.rows import Field, Form, Route, Way, Written
 from tests.api.table import CONTEXT, FORMS, HEADERS, PARTS, ROUTES
 
