@@ -284,7 +284,7 @@ class Gateway:
         self._models: dict[str, Fleet] = {}
         self._name_models()
         self._proxy = Proxy(
-            Flow(self._counter, self._upstream, self._limits.ledger),
+            Flow(self._counter, self._upstream, self._limits.ledger, settings.upstream.background_seconds),
             self._callers,
             self._models,
             _edge_settings(settings),

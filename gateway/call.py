@@ -124,6 +124,13 @@ class Call:
         only = self.request.replica
         return tuple(name for name in self.fleet.engines.names() if name != only) if only else ()
 
+    @property
+    def outlives_client(self) -> bool:
+        """Its answer is there, and the engine goes on: its place is held whoever is still there."""
+        request = self.request
+        goes_on = isinstance(request, GenerationRequest) and request.background
+        return goes_on and 200 <= self.status < 300 and self.writing_since is None
+
     def advance(self, event: Event) -> Step:
         """Take the step that the table has for the event."""
         step = lifecycle.step(self.phase, event)
@@ -135,6 +142,8 @@ class Call:
     def interrupt(self, event: Event) -> None:
         """End the call from outside where the table lets the event end calls; the first one counts."""
         if self.interrupted or self.phase is Phase.SETTLED:
+            return
+        if event is Event.LEFT and self.outlives_client:
             return
         if lifecycle.step(self.phase, event).phase is Phase.SETTLED:
             self.interrupted = event

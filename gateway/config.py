@@ -194,6 +194,8 @@ class Upstream(Access, frozen=True, kw_only=True):
     headers_seconds: Seconds = 120
     first_event_seconds: Seconds = 120
     idle_seconds: Seconds = 60
+    background_seconds: Seconds = 3_600
+    """How long a response may go on after its answer."""
 
 
 class Replica(_Strict, frozen=True, kw_only=True):

@@ -16,6 +16,7 @@ from functools import partial
 
 from gateway import all_fleets
 from gateway.all_fleets import Joint
+from gateway.background import Background, Place
 from gateway.call import Call, Client, Relay
 from gateway.core import responses
 from gateway.core.blocks import inputs_blocks, used_blocks
@@ -54,11 +55,17 @@ ATTEMPTS_MAX = 2
 class Flow:
     """Serves calls; one for the process."""
 
-    def __init__(self, counter: Counter, upstream: Upstream, limits: Ledger) -> None:
-        """`limits`: the books of those that keys have over all fleets together."""
+    def __init__(
+        self, counter: Counter, upstream: Upstream, limits: Ledger, background_seconds: float = 3600.0
+    ) -> None:
+        """`limits`: the books of those that keys have over all fleets together.
+
+        `background_seconds`: how long a response may go on after its answer.
+        """
         self._counter = counter
         self._upstream = upstream
         self._limits = limits
+        self._background = Background(upstream, background_seconds)
         self._prefill_times = PrefillTimes()
         self._turns = Turns()
 
@@ -71,6 +78,8 @@ class Flow:
                 raise
             call.task.uncancel()
             ending = call.advance(call.interrupted)
+        if call.outlives_client:
+            return  # its answer is complete
         await _tell(call, client, ending)
 
     async def _serve(self, call: Call, client: Client) -> Refusal | Step | None:
@@ -288,13 +297,18 @@ class Flow:
         call.relay = relay
         engines, replica = call.fleet.engines, grant.replica
         access = engines.access(replica)
-        body = forward(call.generation, demand.output_tokens, _response_id(call, replica))
+        response_id = _response_id(call, replica)
+        body = forward(call.generation, demand.output_tokens, response_id)
         own = with_estimate([*call.headers, *access.headers], demand.prompt_tokens)
         headers = pinned(own, engines.rank(replica))
         request = UpstreamRequest(engines.url(replica), call.request.path, headers, body, tls=access.tls)
         prefill_over = self._end_prefill_later(call, demand, grant, reservation)
         try:
-            await self._exchange(request, relay)
+            if call.generation.background:
+                place = Place(request.url, response_id, [*call.headers, *access.headers], access.tls)
+                await self._exchange_and_follow(call, request, relay, place)
+            else:
+                await self._exchange(request, relay)
         except UpstreamFailed as failed:
             return _failed(call, demand, grant, failed)
         finally:
@@ -308,6 +322,25 @@ class Flow:
         elif call.status == BUSY_STATUS:  # passed on as the engine's own, and it says how the engine is
             engines.report_failure(replica, Trouble.BUSY, relay.rest_seconds)
         return None
+
+    async def _exchange_and_follow(
+        self, call: Call, request: UpstreamRequest, relay: Relay, place: Place
+    ) -> None:
+        """As `_exchange`, and until the engine has done what it goes on with; it is left with nothing to do.
+
+        Raises UpstreamFailed, after which another engine may be asked where nothing is left on this one.
+        """
+        try:
+            await self._exchange(request, relay)
+            if call.outlives_client:
+                call.usage = await self._background.follow(place) or call.usage
+        except asyncio.CancelledError:
+            await self._background.end(place)
+            raise
+        except UpstreamFailed as failed:
+            if not failed.connecting and not await self._background.end(place):
+                failed.final = True
+            raise
 
     async def _exchange(self, request: UpstreamRequest, relay: Relay) -> None:
         """One engine's whole answer.  Raises UpstreamFailed."""
@@ -410,7 +443,7 @@ def _failed(call: Call, demand: Demand, grant: Grant, failed: UpstreamFailed) ->
     engines.report_failure(grant.replica, failed.trouble, failed.rest_seconds)
     gone = [*call.tried, *call.excluded]
     others = engines.another_can_hold(demand.lane, gone, demand.blocks, demand.sequences)
-    return _moved_or_failed(call, failed, others)
+    return _moved_or_failed(call, failed, others and not failed.final)
 
 
 def _moved_or_failed(call: Call, failed: UpstreamFailed, others: bool) -> Step:

@@ -144,6 +144,8 @@ class GenerationRequest(Request, frozen=True, kw_only=True):
     usage_edit: Edit | None
     id_edit: Edit | None
     """Writes the id of a response that the engine may store, without its text."""
+    background: bool = False
+    """The engine answers at once and goes on by itself."""
     min_tokens: int
     truncate_prompt_tokens: int | None
     """The engine cuts longer prompts to this; -1: to what its context leaves beside the output limit."""
@@ -363,23 +365,30 @@ def _parse_response(body: bytes) -> GenerationRequest:
     endpoint = Endpoint.RESPONSES
     members = read_members(body)
     _check_transfers(members)
-    _check_background(members)
+    background = read_boolean(members, "background")
     if not is_given(members, "input"):
         raise Refused(Code.MISSING_FIELD, "`input` is missing.", "input")
     limit_field, output_limit = _read_output_limit(members, endpoint)
-    limit = members.get(limit_field)
+    limit, stream, id_edit = (
+        members.get(limit_field),
+        read_boolean(members, "stream"),
+        _id_edit(members, body),
+    )
+    if background:
+        _check_background(stream, id_edit)
     return GenerationRequest(
         path=endpoint.value,
         dialect=endpoint.dialect,
         endpoint=endpoint,
         body=body,
         model=_read_model(members),
-        stream=read_boolean(members, "stream"),
+        stream=stream,
         output_limit=output_limit,
         limit_field=limit_field,
         limit_spans=((limit.start, limit.end),) if limit else (),
         usage_edit=None,
-        id_edit=_id_edit(members, body),
+        id_edit=id_edit,
+        background=background,
         min_tokens=0,
         truncate_prompt_tokens=-1 if read_value(members, "truncation") == "auto" else None,
         sequences_per_prompt=1,
@@ -390,10 +399,13 @@ def _parse_response(body: bytes) -> GenerationRequest:
     )
 
 
-def _check_background(members: Members) -> None:
-    if read_boolean(members, "background"):
-        message = "`background` is not accepted: the engine would use blocks after its answer."
+def _check_background(stream: bool, id_edit: Edit | None) -> None:
+    """Its blocks are in use until the engine says that it is over: it has to be asked by a name."""
+    if stream:
+        message = "`background` with `stream` is not accepted: ask for the response by its id."
         raise Refused(Code.INVALID_VALUE, message, "background")
+    if id_edit is None:
+        raise Refused(Code.INVALID_VALUE, "`background` needs a response that is stored.", "background")
 
 
 def _id_edit(members: Members, body: bytes) -> Edit | None:

@@ -35,6 +35,7 @@ RANDOM_CHARS = 16
 _ID = re.compile(rf"resp_([0-9a-f]{{{RANDOM_CHARS}}})([0-9a-f]{{{TAG_CHARS}}})([0-9a-f]{{{TAG_CHARS}}})")
 _NOTHING_YET = frozenset({None, "response.created", "response.in_progress", "response.queued"})
 _ENDS = frozenset({"response.completed", "response.incomplete"})
+_GOES_ON = frozenset({"queued", "in_progress"})
 _FAILURES = frozenset({"response.failed", "error"})
 
 
@@ -87,12 +88,17 @@ class _Counts(msgspec.Struct):
         return Usage(self.input_tokens, self.output_tokens, details.cached_tokens if details else None)
 
 
-class _Response(msgspec.Struct):
+class Progress(msgspec.Struct):
     """The fields of a response that tell its fate."""
 
     status: str | None = None
     usage: _Counts | None = None
     error: Any = None
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing of it is computed any more."""
+        return self.status not in _GOES_ON
 
     @property
     def failure(self) -> Failure | None:
@@ -108,12 +114,18 @@ class _Response(msgspec.Struct):
 
 class _Event(msgspec.Struct):
     type: str | None = None
-    response: _Response | None = None
+    response: Progress | None = None
     error: Any = None
 
 
-_RESPONSES = msgspec.json.Decoder(_Response)
+_RESPONSES = msgspec.json.Decoder(Progress)
 _EVENTS = msgspec.json.Decoder(_Event)
+
+
+def progress_of(body: bytes) -> Progress | None:
+    """How far a response is that was asked for; None for what is none."""
+    found = decode_frame(body, _RESPONSES)
+    return found if found is not None and found.status is not None else None
 
 
 def inspect_response(body: bytes) -> AnswerFacts:
@@ -145,7 +157,7 @@ class ResponsesInspector(StreamInspector):
         if payload is None:
             return True
         frame = decode_frame(payload, _EVENTS) or _Event()
-        response = frame.response or _Response()
+        response = frame.response or Progress()
         self.usage = response.counted or self.usage
         if frame.type in _FAILURES or frame.error is not None or response.failure:
             self._fail(response.failure or Failure.ERROR)

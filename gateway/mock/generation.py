@@ -96,6 +96,7 @@ class Generation:
         self._journal = journal
         self._now = now
         self._running: dict[str, set[Stream]] = {}
+        self._background: dict[str, asyncio.Task[None]] = {}
         self.open = 0
         """Calls that were received and have not ended."""
 
@@ -148,7 +149,45 @@ class Generation:
             return State.FAILED
         if self._driver.draining and api is not Api.TEXT:
             return await self._turn_away(exchange, call)
-        return await self._run(Job(exchange, record, call, fault, rank))
+        job = Job(exchange, record, call, fault, rank)
+        goes_on = api is Api.RESPONSES and call.body.get("background") and not call.stream
+        return await (self._begin(job) if goes_on else self._run(job))
+
+    def cancel(self, response_id: str) -> bool:
+        """End a response in the background; False where there is none that goes on."""
+        task = self._background.get(response_id)
+        if task is None:
+            return False
+        self._server.stored[response_id].document["status"] = "cancelled"
+        task.cancel()
+        return True
+
+    async def _begin(self, job: Job) -> State:
+        """A response that goes on after its answer."""
+        call = job.call
+        try:
+            stream = self._driver.submit(self._plan(call, job.record), job.rank)
+        except (Busy, EngineDead) as error:
+            return await self._no_room(job, error, late=False)
+        document = responses.queued(call, self._now())
+        self._store(call, document)
+        task = asyncio.create_task(self._go_on(job, stream))
+        self._background[call.id] = task
+        task.add_done_callback(lambda _: self._background.pop(call.id))
+        await job.exchange.json(200, document)
+        return State.FINISHED
+
+    async def _go_on(self, job: Job, stream: Stream) -> None:
+        progress = Progress(job.call)
+        job.record.counts = progress.counts
+        try:
+            await _collect(progress, stream)
+            self._store(job.call, self._body(progress, self._extras(progress, stream)))
+        except EngineDead:
+            self._server.stored[job.call.id].document["status"] = "failed"
+        finally:
+            self._driver.withdraw(stream)
+            self._note(job.record, stream)
 
     async def _run(self, job: Job) -> State:
         late = job.call.stream and (job.call.script.late_busy or self._server.options.late_busy)

@@ -1,6 +1,7 @@
-"""`/v1/responses`: OpenAI's newer protocol over a chat call.  Background mode is refused, as vLLM does without a store.
+"""`/v1/responses`: OpenAI's newer protocol over a chat call.  Without a store background mode is refused, as by vLLM.
 
-Source: answers recorded from vLLM 0.32.0.  Not recorded: errors within a stream, a stream that is cut short.
+Source: answers recorded from vLLM 0.32.0.  Not recorded: errors within a stream, a stream that is cut short, and
+background mode, which is as in its source.
 """
 
 import json
@@ -37,7 +38,7 @@ def parse_responses(body: Mapping[str, Any], call_id: str, server: Server) -> Ca
     if "input" not in body:
         raise missing({**body, "request_id": call_id}, "input")  # vLLM adds its own before it looks
     check_model(body, server)
-    if body.get("background"):
+    if body.get("background") and not (server.options.responses_store and body.get("store", True)):
         raise _no_background(body)
     previous = body.get("previous_response_id")
     if previous is not None and previous not in server.stored:
@@ -57,6 +58,11 @@ def stored(body: Mapping[str, Any], document: dict[str, Any], server: Server) ->
     said = [content["text"] for item in document["output"] for content in item["content"]]
     answers = [{"role": "assistant", "content": text} for text in said]
     return Stored(document, (*_messages(body, server), *answers))
+
+
+def queued(call: Call, created: int) -> dict[str, Any]:
+    """What vLLM answers, and shows until the response is over."""
+    return _Document(Progress(call), created, _new_id("msg")).queued()
 
 
 def not_found(response_id: str) -> Refusal:
@@ -161,6 +167,9 @@ class _Document:
 
     def begun(self) -> Json:
         return self._whole("in_progress", None, [], None)
+
+    def queued(self) -> Json:
+        return self._whole("queued", None, [], None)
 
     def ended(self, extras: Extras) -> Json:
         reason = self._progress.reasons[0]

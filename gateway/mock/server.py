@@ -239,7 +239,7 @@ class MockServer:
         found = self._server.stored.get(wanted)
         if found is None:
             raise responses.not_found(wanted)
-        if exchange.method == "POST":
+        if exchange.method == "POST" and not self._generation.cancel(wanted):
             raise responses.not_cancelled()
         await exchange.json(200, found.document)
 

@@ -75,6 +75,8 @@ class UpstreamFailed(Exception):
         """True becomes 504, False 502."""
         self.connecting = connecting
         """True when nothing can have reached the engine."""
+        self.final = False
+        """The engine may go on with the call: no other one may be asked."""
         self.trouble = Trouble.UNREACHABLE if connecting else Trouble.SLOW if timed_out else trouble
         self.rest_seconds = rest_seconds
         """For which a busy engine asks to be left alone; None where it does not say."""

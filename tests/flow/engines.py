@@ -89,6 +89,8 @@ Script = Callable[[Peer], Awaitable[None]]
 
 
 class RawEngine:
+    server: asyncio.Server
+
     def __init__(self, url: str) -> None:
         self.url = url
         self.peers: list[Peer] = []
@@ -120,6 +122,7 @@ async def raw_engine(script: Script) -> AsyncIterator[RawEngine]:
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     host, port = server.sockets[0].getsockname()[:2]
     here = RawEngine(f"http://{host}:{port}")
+    here.server = server
     try:
         yield here
     finally:

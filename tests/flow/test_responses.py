@@ -162,14 +162,6 @@ async def test_other_methods_are_refused(store_url: str) -> None:
         await world.quiet()
 
 
-async def test_background_mode_is_refused(store_url: str) -> None:
-    async with stores(store_url) as (world, mocks):
-        visitor = await world.visit(ASKED | {"background": True}, path=PATH)
-        assert (visitor.status, visitor.json["error"]["param"]) == (400, "background")
-        assert mocks["a"].app.journal.shown()["received"] == 0
-        await world.quiet()
-
-
 # -- conversations that go on --------------------------------------------------------------------------------------
 
 

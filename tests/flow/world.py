@@ -229,6 +229,7 @@ async def gateway(
     pass_through: Sequence[str] = (),
     unreserved_max: int = 64,
     media: MediaRule = USUAL,
+    background_seconds: float = LONG,
 ) -> AsyncIterator[World]:
     """`urls` and `blocks` (`num_gpu_blocks`, 1,001 by default) by replica; all replicas are of one pool, `short`."""
     name = f"fleet-{next(_fleet_numbers)}"
@@ -257,7 +258,7 @@ async def gateway(
     counter = counter or WordCounter()
     calls = Calls()
     proxy = Proxy(
-        Flow(counter, upstream, limits_ledger),
+        Flow(counter, upstream, limits_ledger, background_seconds),
         Callers(Keyring((), key or anonymous("normal"))),
         {"demo": Fleet(name, engines, ledger, model_counter)},
         replace(

@@ -74,6 +74,20 @@ def test_a_conversation_goes_on_at_any_gateway(running: Running) -> None:
             here.responses.create(model="demo", input="and?", previous_response_id="resp_nope")
 
 
+def test_a_response_in_the_background_holds_its_blocks_until_it_is_over(running: Running) -> None:
+    gateways, _, _ = running
+    with client(gateways[0]) as here, client(gateways[1]) as there:
+        begun = here.responses.create(model="demo", input="hi", max_output_tokens=9, background=True)
+        assert begun.status == "queued"
+        wait_until(lambda: there.responses.retrieve(begun.id).status == "incomplete", "it is over")
+        assert there.responses.retrieve(begun.id).usage.output_tokens == 9  # type: ignore[union-attr]
+        wait_until(gateways[0].is_quiet, "nothing is held")
+        long = here.responses.create(model="demo", input="hi", max_output_tokens=60_000, background=True)
+        assert not gateways[1].is_quiet()
+        assert there.responses.cancel(long.id).status == "cancelled"
+        wait_until(gateways[0].is_quiet, "nothing is held")
+
+
 def test_a_stream_that_breaks_is_an_error(running: Running) -> None:
     gateways, _, mocks = running
     for mock in mocks:
