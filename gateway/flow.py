@@ -475,7 +475,8 @@ def units_used(call: Call, demand: Demand) -> Units:
         return Units()
     estimate, usage = demand.units, call.usage
     if usage is not None and usage.completion_tokens is not None:
-        return Units(1, usage.prompt_tokens, usage.completion_tokens)
+        hears = call.generation.sound is not None  # then the engine counts its length, not tokens
+        return Units(1, estimate.prompt_tokens if hears else usage.prompt_tokens, usage.completion_tokens)
     return Units(
         1, estimate.prompt_tokens, call.output_events if call.request.stream else estimate.output_tokens
     )

@@ -31,7 +31,7 @@ from gateway.core.identity import (
 from gateway.core.lifecycle import Event, Phase
 from gateway.core.outcomes import Code, Outcome, Refusal
 from gateway.core.quota import Units
-from gateway.core.request import Request
+from gateway.core.request import GenerationRequest, Request
 from gateway.core.responses import maker, not_found
 from gateway.core.retries import RETRY_COUNT, Appointments, RetryBudgets, read_retry_count
 from gateway.core.route import KeyLimits
@@ -560,7 +560,7 @@ class Proxy:
                 held_seconds=call.held_seconds,
                 charged=charged.requests > 0,
                 prompt_tokens_estimated=demand.prompt_tokens if demand else 0,
-                prompt_tokens=usage.prompt_tokens if usage else None,
+                prompt_tokens=usage.prompt_tokens if usage and not _hears(call.request) else None,
                 cached_tokens=usage.cached_tokens if usage else None,
                 output_tokens_estimated=charged.output_tokens,
                 output_tokens=usage.completion_tokens if usage else None,
@@ -634,6 +634,11 @@ async def _read(route: Route, scope: Scope, body: bytes, n_max: int) -> Request 
     if len(body) <= PARSE_INLINE_BYTES_MAX:
         return route.read(scope, body, n_max)
     return await asyncio.to_thread(route.read, scope, body, n_max)
+
+
+def _hears(request: Request) -> bool:
+    """What its engine calls the tokens of its prompt is the length of a sound."""
+    return isinstance(request, GenerationRequest) and request.sound is not None
 
 
 def _now_ms() -> int:

@@ -10,7 +10,9 @@ import pytest
 
 from gateway.core.media import MediaRule
 from gateway.core.outcomes import Code, Outcome
+from gateway.core.quota import of_limits
 from gateway.core.sse import data_of
+from gateway.http.auth import anonymous
 from gateway.mock.engine import EngineConfig
 from gateway.mock.options import Options
 from tests.flow.driver import Visitor
@@ -95,7 +97,30 @@ async def test_a_stream_is_asked_for_usage_that_who_did_not_ask_does_not_see(
         assert any(b'"usage"' in (event or b"") for event in events) is asked
         end = world.only_end()
         assert (end.outcome, end.output_tokens, end.unused_blocks) == (Outcome.COMPLETED, 3, None)
+        assert (end.prompt_tokens, end.prompt_tokens_estimated) == (None, CLIP_TOKENS)
         await world.quiet()
+
+
+async def test_a_quota_counts_the_estimate_of_a_prompt_that_is_heard(store_url: str) -> None:
+    """Some engines call a hundred pieces of sound in a second the tokens of the prompt."""
+
+    async def script(peer: Peer) -> None:
+        event = b'data: {"object":"transcription.chunk","choices":[{"delta":{"content":"a"}}]}\n\n'
+        usage = b'data: {"choices":[],"usage":{"prompt_tokens":200000,"completion_tokens":2}}\n\n'
+        await peer.send(STREAM_HEAD, chunk(event), chunk(usage), chunk(DONE), LAST_CHUNK)
+
+    quotas = of_limits({"prompt_tokens_per_day": 1_000_000}, 1.0)
+    key = replace(anonymous("normal"), quotas=quotas)
+    async with (
+        raw_engine(script) as engine,
+        gateway(store_url, {"a": engine.url}, media=RULE, key=key) as world,
+    ):
+        remaining = []
+        for _ in range(2):
+            visitor = await ask(world, ("file", wav(1)), ("stream", "true"))
+            remaining.append(int(visitor.header("x-ratelimit-remaining-tokens") or ""))
+            await world.quiet()
+        assert 0 <= remaining[0] - remaining[1] <= CLIP_TOKENS
 
 
 async def test_every_other_byte_arrives_as_it_was_sent(store_url: str) -> None:
