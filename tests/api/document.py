@@ -79,7 +79,7 @@ def _form(form: Form) -> Iterator[str]:
 
 
 def _shown(value: Any) -> str:
-    text = json.dumps(value)
+    text = f"{len(value):,} bytes" if isinstance(value, bytes) else json.dumps(value)
     if len(text) > SHOWN_CHARS_MAX:
         text = text[:SHOWN_CHARS_MAX] + " ..."
     return f"`{text}`"
@@ -99,11 +99,11 @@ def _passes(row: Field) -> str:
 
 def _parts() -> Iterator[str]:
     yield "## Parts of a message's `content`\n"
-    rows = [
-        [name, f"{MEDIA_TOKENS:,} tokens, whatever its bytes" if media else "its text"]
-        for name, (_, media) in PARTS.items()
-    ]
-    yield from _table(("`type`", "counts"), rows)
+    yield from _table(("`type`", "counts"), [[name, as_] for name, (_, as_) in PARTS.items()])
+    yield (
+        f"Images, sounds and videos count {MEDIA_TOKENS:,} tokens each where the fleet says nothing else, and a part "
+        "of an unknown type as the dearest of them. `media.hosts` says from where they may come.\n"
+    )
 
 
 def _headers() -> Iterator[str]:

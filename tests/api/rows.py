@@ -56,6 +56,16 @@ class Form:
     plain: tuple[str, ...]
     """Fields that count nothing and pass untouched; `EXAMPLES` has a value of each."""
     words: str = ""
+    is_json: bool = True
+    """False: multipart/form-data, of which each value is a text or, of `file`, bytes."""
+
+
+class As(StrEnum):
+    """What a part of a message counts as."""
+
+    TEXT = "its text"
+    MEDIA = "what the fleet's `media` says for its kind, whatever its bytes"
+    NOTHING = "it is refused: only the engine could tell its tokens"
 
 
 class Way(StrEnum):

@@ -8,12 +8,23 @@ A field that counts or is changed has a `Field`, any other one is named in `plai
 from typing import Any
 
 from gateway.core.outcomes import Code
-from tests.api.rows import Counts, Field, Form, Route, Way, Written
+from tests.api.rows import As, Counts, Field, Form, Route, Way, Written
 
 HI = [{"role": "user", "content": "hi there"}]
 WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}}
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": WEATHER}}
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "place", "schema": WEATHER}}
+
+
+def wave(tenths: int) -> bytes:
+    """A WAV file of so many tenths of a second of silence, 1,000 samples of two bytes a second."""
+    size, rate = 200 * tenths, 1000
+    numbers = [(16, 4), (1, 2), (1, 2), (rate, 4), (2 * rate, 4), (2, 2), (16, 2)]
+    head = b"".join(number.to_bytes(width, "little") for number, width in numbers)
+    chunks = b"WAVEfmt " + head + b"data" + size.to_bytes(4, "little") + bytes(size)
+    return b"RIFF" + len(chunks).to_bytes(4, "little") + chunks
+
+
 CONTEXT = 8192
 """Of the engines that the table is checked with."""
 
@@ -55,6 +66,7 @@ EXAMPLES: dict[str, Any] = {
     "repetition_detection": {"max_pattern_size": 4, "min_count": 3},
     "repetition_penalty": 1.1,
     "request_id": "mine",
+    "response_format": "json",
     "return_mm_kwargs": False,
     "return_prompt_text": True,
     "return_token_ids": True,
@@ -62,6 +74,7 @@ EXAMPLES: dict[str, Any] = {
     "return_token_strs": True,
     "return_tokens_as_token_ids": True,
     "routed_experts_prompt_start": 0,
+    "seed": 7,
     "service_tier": "auto",
     "session_id": "s",
     "skip_special_tokens": False,
@@ -73,6 +86,10 @@ EXAMPLES: dict[str, Any] = {
     "structured_outputs": {"json": WEATHER},
     "suffix": "after",
     "task": "embed",
+    "guided_decoding_backend": "auto",
+    "language": "en",
+    "timestamp_granularities[]": "segment",
+    "to_language": "de",
     "temperature": 0.5,
     "thinking": {"type": "enabled", "budget_tokens": 1024},
     "thinking_token_budget": 100,
@@ -233,6 +250,45 @@ CHAT = Form(
         + """ add_generation_prompt continue_final_message include_reasoning media_io_kwargs
         mm_processor_kwargs parallel_tool_calls reasoning_effort return_prompt_text tool_choice"""
     ),
+)
+
+BATCH = Form(
+    ("/v1/chat/completions/batch",),
+    {"model": "demo", "messages": [HI, HI], "max_tokens": 8},
+    (
+        MODEL,
+        Field(
+            "messages",
+            [HI, HI, HI],
+            (Counts.PROMPT, Counts.SEQUENCES),
+            "each conversation as a chat of its own",
+        ),
+        Field("max_tokens", 20, (Counts.OUTPUT,), "of each"),
+        Field(
+            "max_completion_tokens",
+            30,
+            (Counts.OUTPUT,),
+            "goes before `max_tokens`, and is written into both",
+            writes={"max_tokens": Written.LIMIT},
+        ),
+        Field("n", 3, (Counts.SEQUENCES,), "choices of each"),
+        Field("best_of", 3, (Counts.SEQUENCES,), "the larger of it and `n`"),
+        Field("use_beam_search", True, words="`n` is the width"),
+        Field("seed", 7),
+        Field("logprobs", True),
+        Field("top_logprobs", 2, beside={"logprobs": True}),
+        PRIORITY,
+        TOOLS,
+        Field("response_format", SCHEMA, (Counts.PROMPT,), "a schema as text, in each"),
+        *SHOWN,
+        Field("stream", True, words="vLLM does not read it here"),
+        *TRANSFERS,
+    ),
+    names("""add_generation_prompt cache_salt continue_final_message early_stopping echo frequency_penalty
+        guided_decoding_backend include_reasoning include_stop_str_in_output length_penalty logit_bias
+        logprob_token_ids media_io_kwargs min_p mm_processor_kwargs presence_penalty repetition_penalty request_id
+        return_token_ids return_tokens_as_token_ids stop structured_outputs temperature tool_choice top_k top_p user
+        watermarking an_unknown_field"""),
 )
 
 COMPLETIONS = Form(
@@ -489,7 +545,49 @@ RERANK = Form(
     ),
     names(_SCORED_PLAIN + " top_n"),
 )
-FORMS = (CHAT, COMPLETIONS, MESSAGES, RESPONSES, EMBEDDINGS, POOLING, SCORE, RERANK)
+SPEECH = Form(
+    ("/v1/audio/transcriptions", "/v1/audio/translations"),
+    {"model": "demo", "file": wave(1), "max_completion_tokens": "8"},
+    (
+        MODEL,
+        Field(
+            "file",
+            wave(400),
+            (Counts.PROMPT, Counts.SEQUENCES),
+            "clips of `media.clip_seconds`, each a sequence",
+        ),
+        Field("prompt", "Names: Ada.", (Counts.PROMPT,), "as text, for each clip"),
+        Field("hotwords", "Ada", (Counts.PROMPT,), "as text, for each clip"),
+        Field("max_completion_tokens", "20", (Counts.OUTPUT,), "of each clip"),
+        Field("n", "3", words="alone it means nothing to vLLM here"),
+        Field("use_beam_search", "true", (Counts.SEQUENCES,), "`n` beams of each clip", beside={"n": "3"}),
+        Field(
+            "stream",
+            "true",
+            words="so that usage is told",
+            writes={"stream_include_usage": "true"},
+        ),
+        Field(
+            "stream_include_usage",
+            "true",
+            words="the client sees the frame of usage",
+            beside={"stream": "true"},
+        ),
+        Field(
+            "stream_continuous_usage_stats",
+            "true",
+            words="alone it means nothing",
+            beside={"stream": "true"},
+            writes={"stream_include_usage": "true", "stream_continuous_usage_stats": "false"},
+        ),
+    ),
+    names("""frequency_penalty include_stop_str_in_output language length_penalty min_p presence_penalty
+        repetition_penalty response_format seed temperature timestamp_granularities[] to_language top_k top_p vllm_xargs
+        watermarking"""),
+    is_json=False,
+    words="A form (multipart/form-data) of which every byte but these passes as it came.",
+)
+FORMS = (CHAT, BATCH, COMPLETIONS, MESSAGES, RESPONSES, EMBEDDINGS, POOLING, SCORE, RERANK, SPEECH)
 
 PASSED = {
     "/tokenize": {"model": "demo", "messages": HI, "tools": [TOOL], "return_token_strs": True},
@@ -498,26 +596,29 @@ PASSED = {
 }
 """Bodies of which only `model` is read."""
 
-PARTS: dict[str, tuple[dict[str, Any], bool]] = {
+PARTS: dict[str, tuple[dict[str, Any], As]] = {
     "`text`, `input_text`, `output_text`, `refusal`, `thinking`": (
         {"type": "text", "text": "and more"},
-        False,
+        As.TEXT,
     ),
-    "`image_url`": ({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}, True),
-    "`input_image`": ({"type": "input_image", "image_url": "https://host/a.png"}, True),
+    "`image_url`": ({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}, As.MEDIA),
+    "`input_image`": ({"type": "input_image", "image_url": "https://host/a.png"}, As.MEDIA),
     "`image` (Anthropic)": (
         {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}},
-        True,
+        As.MEDIA,
     ),
-    "`image_embeds`": ({"type": "image_embeds", "image_embeds": "AAAA"}, True),
-    "`input_audio`": ({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}, True),
-    "`audio_url`": ({"type": "audio_url", "audio_url": {"url": "https://host/a.wav"}}, True),
-    "`video_url`": ({"type": "video_url", "video_url": {"url": "https://host/a.mp4"}}, True),
-    "any unknown type": ({"type": "hologram", "data": "AAAA"}, True),
-    "`tool_use`": ({"type": "tool_use", "id": "1", "name": "weather", "input": {"city": "Rome"}}, False),
-    "`tool_result`": ({"type": "tool_result", "tool_use_id": "1", "content": "rain"}, False),
+    "`image_embeds`, `audio_embeds`, `video_embeds`, `prompt_embeds`": (
+        {"type": "image_embeds", "image_embeds": "AAAA"},
+        As.NOTHING,
+    ),
+    "`input_audio`": ({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}, As.MEDIA),
+    "`audio_url`": ({"type": "audio_url", "audio_url": {"url": "https://host/a.wav"}}, As.MEDIA),
+    "`video_url`": ({"type": "video_url", "video_url": {"url": "https://host/a.mp4"}}, As.MEDIA),
+    "any unknown type": ({"type": "hologram", "data": "AAAA"}, As.MEDIA),
+    "`tool_use`": ({"type": "tool_use", "id": "1", "name": "weather", "input": {"city": "Rome"}}, As.TEXT),
+    "`tool_result`": ({"type": "tool_result", "tool_use_id": "1", "content": "rain"}, As.TEXT),
 }
-"""Parts of a message's `content`, and whether they count as media: a fixed number, whatever their bytes."""
+"""Parts of a message's `content`, and what they count as."""
 
 HEADERS = {
     "authorization": ("Bearer kvg_x", False, "the caller's key stays behind; the pool's own is sent"),
@@ -533,6 +634,7 @@ HEADERS = {
     "x-claude-code-session-id": ("s", True, ""),
     "x-data-parallel-rank": ("1", True, "replaced where the replica is one rank (`data_parallel_rank`)"),
     "endpoint-load-metrics-format": ("JSON", True, ""),
+    "x-prompt-tokens": ("1", False, "the engine gets the estimate"),
     "x-request-id": ("mine", False, "the engine gets an id of ours, the client its own back"),
     "idempotency-key": ("k", False, "read by kvgate"),
     "x-kvgate-priority": ("low", False, "read by kvgate"),
@@ -564,9 +666,6 @@ ROUTES = (
     *(
         Route(method, path, Way.CLOSED)
         for method, path in (
-            ("POST", "/v1/chat/completions/batch"),
-            ("POST", "/v1/audio/transcriptions"),
-            ("POST", "/v1/audio/translations"),
             ("POST", "/v1/systemone"),
             ("POST", "/generative_scoring"),
             ("POST", "/invocations"),

@@ -12,8 +12,18 @@ from gateway.core.outcomes import Refusal
 from gateway.core.prompt import PromptText
 from gateway.core.request import UNRESERVED, Endpoint
 from gateway.http.routes import find_route
-from tests.api.judge import NEW_ID, body_of, counted, expected, forwarded, judged, request_of
-from tests.api.rows import Field, Form, Way, Written
+from tests.api.judge import (
+    NEW_ID,
+    body_of,
+    counted,
+    decoded,
+    encoded,
+    expected,
+    forwarded,
+    judged,
+    request_of,
+)
+from tests.api.rows import As, Field, Form, Way, Written
 from tests.api.table import EXAMPLES, FORMS, HEADERS, PARTS, PASSED, ROUTES
 
 VLLM = json.loads((Path(__file__).parents[1] / "fixtures/vllm/request_fields.json").read_text())
@@ -25,7 +35,7 @@ def rows() -> Iterator[Any]:
         for path in form.paths:
             plain = [Field(name, EXAMPLES[name]) for name in form.plain]
             for row in (*form.fields, *plain):
-                shown = json.dumps(row.value)[:30]
+                shown = repr(row.value)[:30]
                 yield pytest.param(path, form, row, id=f"{path} {row.name}={shown}")
 
 
@@ -33,36 +43,41 @@ def rows() -> Iterator[Any]:
 def test_a_field_counts_and_passes_as_the_table_says(path: str, form: Form, row: Field) -> None:
     sent = body_of(form, row)
     if row.refused:
-        refusal = judged(path, sent)
+        refusal = judged(path, form, sent)
         assert isinstance(refusal, Refusal)
         assert (refusal.code, refusal.param) == (row.refused, row.name)
         return
     if not row.without:
         assert counted(path, form, row) == set(row.counts)
-    body, limit = forwarded(path, sent)
+    raw, limit = forwarded(path, form, sent)
     wanted = expected(sent, row, limit)
-    assert body == {name: NEW_ID if value is Written.ID else value for name, value in wanted.items()}
+    wanted = {name: NEW_ID if value is Written.ID else value for name, value in wanted.items()}
+    assert decoded(form, raw) == decoded(form, encoded(form, wanted))
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.paths[0])
 def test_a_usual_body_passes_as_it_came(form: Form) -> None:
     for path in form.paths:
-        assert forwarded(path, form.body)[0] == form.body
+        assert forwarded(path, form, form.body)[0] == encoded(form, form.body)
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.paths[0])
 def test_every_field_of_vllms_has_a_row(form: Form) -> None:
     """And what else is there is told apart from them."""
-    told = {row.name for row in form.fields} | set(form.plain)
+    told = {row.name.removesuffix("[]") for row in (*form.fields, *map(_plain, form.plain))}
     vllms = set(VLLM["fields"][form.paths[0]])
     named = {name for name in vllms if f"`{name}`" in form.words}
     assert vllms <= told | named
     assert told - vllms <= OTHERS
 
 
+def _plain(name: str) -> Field:
+    return Field(name, EXAMPLES[name])
+
+
 OTHERS = {
     *("an_unknown_field", "best_of", "functions", "max_completion_tokens", "n", "priority"),
-    *("kv_transfer_params", "ec_transfer_params", "seed", "text", "top_logprobs"),
+    *("kv_transfer_params", "ec_transfer_params", "seed", "stream", "text", "tools", "top_logprobs"),
 }
 """Fields of other routes and releases, which clients send here as well."""
 
@@ -92,18 +107,22 @@ def test_every_route_of_ours_has_a_row() -> None:
     assert set(PASSED) == set(UNRESERVED)
 
 
-@pytest.mark.parametrize(("part", "is_media"), PARTS.values(), ids=PARTS)
+@pytest.mark.parametrize(("part", "counts_as"), PARTS.values(), ids=PARTS)
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
-def test_a_part_counts_as_the_table_says(path: str, part: dict[str, Any], is_media: bool) -> None:
+def test_a_part_counts_as_the_table_says(path: str, part: dict[str, Any], counts_as: As) -> None:
     form = next(form for form in FORMS if path in form.paths)
     name = "input" if path == "/v1/responses" else "messages"
     said = [{"role": "user", "content": [{"type": "text", "text": "hi"}, part]}]
-    request = request_of(path, form.body | {name: said})
+    request = request_of(path, form, form.body | {name: said})
+    if counts_as is As.NOTHING:
+        assert isinstance(request, Refusal)
+        assert request.param == part["type"]
+        return
     assert not isinstance(request, Refusal)
     (prompt,) = request.prompts
     assert isinstance(prompt, PromptText)
-    assert (prompt.media_tokens > 0) == is_media
-    alone = request_of(path, form.body | {name: [{"role": "user", "content": "hi"}]})
+    assert (prompt.media_tokens > 0) == (counts_as is As.MEDIA)
+    alone = request_of(path, form, form.body | {name: [{"role": "user", "content": "hi"}]})
     assert not isinstance(alone, Refusal)
     assert isinstance(alone.prompts[0], PromptText)
     assert (
