@@ -3,12 +3,17 @@
 At each reading of the books a process notes its portion of every replica: what it holds there plus an equal part of
 what is free, `held + floor(free / owners)`.  Over all owners the portions of one reading sum to at most the replica's
 limit, so processes that keep within theirs need not speak to each other.  Sizes are blocks, sequences and tokens.
+
+Every call counts with all that it may ever need: how much calls write together is known in the store alone.  Where some
+are charged by their paths and all may need more than the limit, a process has that part of the limit which it has of
+their demands.
 """
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from gateway.core.books import Replica
+from gateway.core.elastic import ELASTIC
 from gateway.core.order import POOL_SHARE_SCALE
 from gateway.core.outcomes import Code
 
@@ -20,6 +25,7 @@ class Holding:
     key: str
     replica: str
     blocks: int
+    """Its whole demand."""
     sequences: int
     prefill: int
     """0 once its prompt is computed."""
@@ -36,6 +42,8 @@ class Portion:
     blocks: int
     sequences: int
     prefill: int
+    elastic: bool = False
+    """No call that was promised the guarantee runs there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +62,8 @@ class Wanted:
     exclude: Collection[str] = ()
     pool_share: int = -1
     """Millionths that the key may hold of what this process may hold of each pool; -1 for all of it."""
+    promised: bool = False
+    """It was promised the guarantee."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +107,17 @@ def _portion(replica: Replica, owners: int, own: _Sum) -> Portion:
     def part(most: int, used: int) -> int:
         return max(most - used, 0) // owners
 
+    blocks = own.blocks + part(replica.limit, replica.full)
+    if replica.elastic and replica.full > replica.limit:
+        blocks = own.blocks * replica.limit // replica.full
     return Portion(
         pool=replica.pool,
         up=replica.state == "up",
         usable=replica.usable,
-        blocks=own.blocks + part(replica.limit, replica.used),
+        blocks=blocks,
         sequences=own.sequences + part(replica.sequences_max, replica.sequences),
         prefill=own.prefill + part(replica.prefill_max, replica.prefill),
+        elastic=replica.mode == ELASTIC,
     )
 
 
@@ -197,6 +211,7 @@ class Share:
             and name not in wanted.exclude
             and seen.get(name, portion.up)
             and wanted.blocks <= portion.usable
+            and not (wanted.promised and portion.elastic)
         )
 
     def _fits(self, name: str, wanted: Wanted) -> bool:

@@ -166,6 +166,7 @@ class Sharing:
             pools,
             ask.exclude,
             a.pool_share,
+            a.promised,
         )
         replica = self._share.choose(wanted, self._ledger.observed)
         if isinstance(replica, Denied):

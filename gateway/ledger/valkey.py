@@ -554,14 +554,23 @@ def _words(code: Code, knob: str, measured: int, limit: int, admission: Admissio
         case Code.QUEUE_TIMEOUT:
             return f"the call may not wait any longer in the queue: {limit} ms are left"
         case Code.NO_BACKEND:
-            drains = "drains, so it gets no new requests; queue.depth_max is 0"
-            return (
-                f"every replica of lane {admission.lane} that the request fits {drains}"
-                if knob == "draining"
-                else f"no replica of lane {admission.lane} that the request fits is up"
-            )
+            return _words_of_no_backend(knob, admission.lane)
         case _:
             return "the store of reservations has just been started, and admission is not open yet"
+
+
+def _words_of_no_backend(knob: str, lane: str) -> str:
+    match knob:
+        case "draining":
+            drains = "drains, so it gets no new requests; queue.depth_max is 0"
+            return f"every replica of lane {lane} that the request fits {drains}"
+        case "promised":
+            return (
+                f"the request was promised that it is never preempted, and no replica of lane {lane} that it fits and "
+                "whose mode allows that promise (guaranteed or shared) is up"
+            )
+        case _:
+            return f"no replica of lane {lane} that the request fits is up"
 
 
 def _words_of_full_queue(knob: str, measured: int, limit: int, class_: str) -> str:

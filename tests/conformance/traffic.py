@@ -42,7 +42,7 @@ CLASSES = (("high", 0), ("normal", 200), ("low", 100))
 PALETTES = (("normal",), ("high", "normal"), ("high", "low"), ("normal", "normal", "high", "low"))
 BASES = (32, 32, 32, 128)
 """What paths are made for; two of them may meet on a replica."""
-MODES = ((GUARANTEED,), (GUARANTEED,), (ELASTIC,), (SHARED,), (GUARANTEED, ELASTIC, SHARED))
+MODES = ((GUARANTEED,), (ELASTIC,), (SHARED,), (GUARANTEED, ELASTIC, SHARED))
 """Of the replicas of a fleet."""
 LANES = (
     (("a", ("p",)), ("b", ("q",))),
@@ -236,51 +236,42 @@ LIKENESS: tuple[tuple[str, str], ...] = (
 STANDINGS = (0,) * 14 + (PLACE_ONLY, ASKED_BACK, ASKED_BACK)
 
 
-def heights(world: World) -> list[int]:
-    """Of a path's points, in blocks: what the bound leaves on a replica at its tightest, and one more or less of the
-    smallest part; mostly next to nothing."""
-    edges = set[int]()
+def edges(world: World) -> list[int]:
+    """Points that the bound leaves on a replica where it is tightest, and one more or less."""
+    found = set[int]()
     for replica in world.books.replicas.values():
-        if not replica.elastic:
-            continue
-        sums, room = replica.points(), (replica.limit - replica.assured) * SCALE
-        beside = margins(replica.base)
-        most = min(
-            max(room - beside[k] - sums[at + k] for k in range(len(TILTS)))
-            for at in range(0, POINTS, len(TILTS))
-        )
-        edges |= {height for height in (most - 1, most, most + 1) if 0 <= height <= SUM_MAX}
-    return [0, 1, SCALE, 2 * SCALE, *sorted(edges)]
+        if replica.elastic:
+            sums, beside = replica.points(), margins(replica.base)
+            room = (replica.limit - replica.assured) * SCALE
+            horizons = range(0, POINTS, len(TILTS))
+            left = [max(room - b - s for s, b in zip(sums[at:], beside, strict=False)) for at in horizons]
+            found |= {min(left) + off for off in (-1, 0, 1)}
+    return sorted(point for point in found if 0 <= point <= SUM_MAX)
+
+
+@st.composite
+def paths(draw: DrawFn, world: World, blocks: int) -> bytes:
+    """Flat, or with one horizon or one tilt that says whether there is room; mostly low, so that many calls fit."""
+    kind = draw(st.sampled_from(("low",) * 5 + ("edge",) * 3 + ("whole",)))
+    near = edges(world) if kind == "edge" else []
+    low = draw(st.sampled_from((0, 1, SCALE // 2)))
+    high = blocks * SCALE if kind == "whole" else draw(st.sampled_from(near or [0, SCALE, 2 * SCALE]))
+    at, shape = draw(st.integers(0, POINTS - 1)), draw(st.sampled_from(("flat", "horizon", "tilt", "point")))
+    tilts = len(TILTS)
+    alike = {"flat": lambda _: True, "horizon": lambda i: i // tilts == at // tilts,
+             "tilt": lambda i: i % tilts == at % tilts, "point": lambda i: i == at}  # fmt: skip
+    return pack(tuple(high if alike[shape](i) else low for i in range(POINTS)))
 
 
 @st.composite
 def demands(draw: DrawFn, world: World, blocks: int) -> list[Any]:
     """The last arguments of A, Q and R, for a call of so many blocks: by its path, or in full."""
-    kind = (
-        draw(st.sampled_from(("path", "path", "path", "full", "promised"))) if world.start.elastic else "full"
-    )
-    if kind == "full":
-        return [*IN_FULL]
-    held = draw(st.sampled_from((-1, 1, 1, 2, max(blocks // 2, 1), blocks)))
-    path = draw(paths(world, blocks))
-    promised = kind == "promised" and draw(st.booleans())
-    return [
-        held,
-        draw(st.sampled_from(BASES)),
-        b"" if kind == "promised" and not promised else path,
-        int(kind == "promised"),
-    ]
-
-
-@st.composite
-def paths(draw: DrawFn, world: World, blocks: int) -> bytes:
-    """Flat, or with one point that says whether there is room."""
-    height = draw(st.sampled_from((*heights(world), blocks * SCALE)))
-    points = [height] * POINTS
-    if draw(st.booleans()):
-        low, at = draw(st.sampled_from((0, 1))), draw(st.integers(0, POINTS - 1))
-        points = [height if i // len(TILTS) == at // len(TILTS) else low for i in range(POINTS)]
-    return pack(tuple(points))
+    kinds = ("path",) * 6 + ("full", "promised", "both")
+    kind = draw(st.sampled_from(kinds)) if world.start.elastic else "full"
+    if kind in ("full", "promised"):
+        return [*IN_FULL[:3], int(kind == "promised")]
+    held = draw(st.sampled_from((-1, 1, 1, 1, 2, max(blocks // 2, 1), blocks)))
+    return [held, draw(st.sampled_from(BASES)), draw(paths(world, blocks)), int(kind == "both")]
 
 
 @st.composite
@@ -309,6 +300,20 @@ def arrivals(draw: DrawFn, world: World, owner: str) -> list[Op]:
 @st.composite
 def rushes(draw: DrawFn, world: World, owner: str) -> list[Op]:
     return draw(st.lists(admits(world), min_size=2, max_size=6))
+
+
+@st.composite
+def throngs(draw: DrawFn, world: World, owner: str) -> list[Op]:
+    """Calls that hold little now, and could not all run if each needed its whole demand."""
+    _, _, key, class_, lane, *_ = draw(admits(world))
+    blocks = draw(st.sampled_from((2, world.limit // 2, world.limit)))
+    base, wait = draw(st.sampled_from(BASES)), draw(st.sampled_from((0, 100, 10**6)))
+    return [
+        ["A", world.new_id(), key, class_, lane, blocks, 1, 0, blocks, wait, *world.policies[key], 100, 100,
+         [], draw(st.sampled_from(([], [], ["r0"]))), [], "", "", 0, draw(st.sampled_from((1, 1, 2))), base,
+         draw(paths(world, blocks)), 0]
+        for _ in range(draw(st.integers(2, 6)))
+    ]  # fmt: skip
 
 
 @st.composite
@@ -443,6 +448,18 @@ def _like(world: World, c: Call, blocks: int, wait_ms: int, fingerprint: str) ->
 @st.composite
 def touches(draw: DrawFn, world: World, owner: str) -> list[Op]:
     return [draw(touch(world, c)) for c in _some(draw, world.calls(owner))]
+
+
+@st.composite
+def growths(draw: DrawFn, world: World, owner: str) -> list[Op]:
+    return [draw(growth(world, c)) for c in _some(draw, world.calls(owner, "reserved", "unclaimed"))]
+
+
+@st.composite
+def relocations(draw: DrawFn, world: World, owner: str) -> list[Op]:
+    """The replica of running calls fails."""
+    held = world.calls(owner, "reserved", "unclaimed")
+    return [["M", c.id, [c.replica]] for c in _some(draw, held)]
 
 
 @st.composite
@@ -633,7 +650,8 @@ def growth(draw: DrawFn, world: World, call: Call) -> Op:
     most = max(call.held + replica.limit - replica.used, 1) if replica else 1
     held = draw(st.sampled_from((-1, 1, max(call.held, 1), call.held + 1, most, most + 1, world.limit)))
     base = draw(st.sampled_from((call.base or 32, *BASES)))
-    return ["Z", call.id, held, base, draw(st.one_of(paths(world, call.blocks), st.just(b"")))]
+    path = draw(paths(world, call.blocks)) if draw(st.sampled_from((True,) * 7 + (False,))) else b""
+    return ["Z", call.id, held, base, path]
 
 
 def _some(draw: DrawFn, calls: list[Call]) -> list[Call]:

@@ -162,7 +162,7 @@ class World:
         calls = self.calls().values()
         for name, row in self.rows("replicas", "replica").items():
             held = [c for c in calls if c["replica"] == name]
-            assert row["used"] == sum(c["blocks"] for c in held)
+            assert row["used"] == sum(c["held"] for c in held)
             assert row["sequences"] == sum(c["sequences"] for c in held)
             assert row["prefill"] == sum(c["prefilling"] for c in held)
 

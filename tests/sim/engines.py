@@ -29,6 +29,8 @@ class Engine:
         self.pool = pool
         self.blocks = blocks
         """Including the null block."""
+        self.mode = "guaranteed"
+        """Of the ledger: how calls are charged there."""
         self.trouble_share = 0.0
         """Of calls that fail."""
         self.hangs = False

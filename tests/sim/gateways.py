@@ -5,9 +5,11 @@ import hashlib
 import random
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 from gateway.call import Fleet
+from gateway.core.books import FleetConfig
 from gateway.core.events import Event as Fact
 from gateway.core.lifecycle import Event
 from gateway.flow import Flow
@@ -23,6 +25,7 @@ from gateway.upstream.fleet import ReplicaShape, ReplicaSpec, ReplicaState
 from gateway.upstream.limits import UpstreamLimits
 from tests.flow.world import WordCounter
 from tests.sim.engines import BLOCK_SIZE, Engine
+from tests.sim.growth import Growth
 from tests.sim.loop import Process, VirtualLoop
 from tests.sim.store import URL
 
@@ -96,8 +99,10 @@ class Watch:
 class Ledger(ValkeyLedger):
     """Notes for which reservation the call's task works from now on."""
 
+    growth: Growth
+
     def open(self, admission: Admission, lost: Lost) -> Ask:
-        ask = super().open(admission, lost)
+        ask = super().open(self.growth.weighted(admission), lost)
         CHARGED_TO.set(ask)
         return ask
 
@@ -139,14 +144,21 @@ class Gateway:
         self._tasks: list[asyncio.Task[Any]] = []
         self._loop = loop
         self.ledger = Ledger(
-            URL, FLEET, self._known.books_config, HoldLimits(HOLD_SECONDS, 64, 1 << 26), self.observe, loop.time,
+            URL, FLEET, self._books_config, HoldLimits(HOLD_SECONDS, 64, 1 << 26), self.observe, loop.time,
             keep_lost=on_lease_lost == "keep",
         )  # fmt: skip
+        self.ledger.growth = Growth(engines, seed)
         self.client = Client(self, runs)
         self.app = self._edge(random.Random(seed), queue_max)
 
     def __repr__(self) -> str:
         return self.name
+
+    def _books_config(self) -> FleetConfig:
+        config = self._known.books_config()
+        modes = {engine.name: engine.mode for engine in self._engines}
+        replicas = tuple(replace(replica, mode=modes[replica.name]) for replica in config.replicas)
+        return replace(config, replicas=replicas)
 
     def observe(self, fact: Fact) -> None:
         self._observe(self, fact)
@@ -172,6 +184,7 @@ class Gateway:
 
     def start(self) -> None:
         self._tasks = [self.run(self.ledger.run()), self.run(self.calls.watch_writes())]
+        self._tasks.append(self.run(self.ledger.growth.go_on(lambda: list(self.ledger._asks.values()))))
 
     def visit(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Serve one request, as the server would."""

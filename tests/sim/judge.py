@@ -14,7 +14,8 @@ from typing import Any
 import msgspec
 
 from gateway.core.books import Books, Call
-from gateway.core.events import CallEnded, Healed, LeaseLost
+from gateway.core.elastic import GUARANTEED
+from gateway.core.events import CallEnded, Healed, LeaseLost, Overdraft
 from gateway.core.events import Event as Fact
 from gateway.core.invariants import Flow, Line, SessionRecord, Snapshot, holds, violations
 from gateway.core.order import DIGEST_MODULUS
@@ -153,6 +154,8 @@ class Judge:
             self.facts[f"healed {fact.kind}"] += fact.count
             if not self._is_explained(gateway, fact):
                 self.fail(f"{gateway}: the books had to be healed, {fact.kind} {fact.count}")
+        elif isinstance(fact, Overdraft):
+            self.facts["overdraft"] += 1
         elif isinstance(fact, LeaseLost):
             self.facts["lease lost"] += 1
             if self.calm(gateway.process):
@@ -215,6 +218,9 @@ class Judge:
             del self.runs[run]
 
     def _judge_room(self, replica: str) -> None:
+        """Where every call is charged in full: else more may run than fit at their limits."""
+        if replica in self.store.books.replicas and self.store.books.replicas[replica].mode != GUARANTEED:
+            return
         running = [run for run in self.runs if run.replica == replica]
         counted = sum(run.blocks for run in running if not run.excused and not run.undeclared)
         limit = self.store.books.replicas[replica].limit if replica in self.store.books.replicas else 0
@@ -369,6 +375,7 @@ class Judge:
             if run.gateway is gateway:
                 unknown = run.refused or not self._covered(run)
                 self._must_not_last(unknown, PROMPT_SECONDS, gateway, f"runs {run.id} unknown to the store")
+        self._look_for_drift(gateway)
         for ask in gateway.ledger._asks.values():
             late = ask.phase in (Phase.ASKED, Phase.MOVING, Phase.SETTLING)
             self._must_not_last(
@@ -383,6 +390,26 @@ class Judge:
                 self._must_not_last(
                     unknown, PROMPT_SECONDS, gateway, f"has forgotten {call.id} ({call.state})"
                 )
+
+    def _look_for_drift(self, gateway: Gateway) -> None:
+        """What a process has said that a call holds and may hold is what the store takes away with it."""
+        for ask in gateway.ledger._asks.values():
+            call = self.store.books.calls.get(ask.id)
+            if ask.phase is not Phase.RESERVED or call is None or not holds(call):
+                continue
+            blocks = ask.admission.blocks
+            said = (
+                (blocks if ask.held < 0 else ask.held, ask.base, ask.path) if ask.path else (blocks, 0, b"")
+            )
+            drifted = said != (call.asked, call.base, call.path)
+            self._must_not_last(
+                drifted,
+                PROMPT_SECONDS,
+                gateway,
+                f"says that {ask.id} holds something else than the store does",
+            )
+            self.facts["charged by path"] += call.elastic
+            self.facts["charged in full"] += not call.elastic
 
     def _must_not_last(self, is_so: bool, seconds: float, gateway: Gateway, what: str) -> None:
         if not is_so:
@@ -419,6 +446,7 @@ class Judge:
         held = {
             "calls": sorted(books.calls),
             "blocks": {r.name: r.used for r in books.replicas.values() if r.used or r.sequences or r.prefill},
+            "paths": [r.name for r in books.replicas.values() if r.full or r.assured or r.elastic or r.sums],
             "keys": {n: (k.blocks, k.calls) for n, k in books.keys.items() if k.blocks or k.calls},
             "exchanges": [run.id for run in self.runs],
         }

@@ -14,6 +14,7 @@ from tests.sim.chaos import Chaos
 from tests.sim.clients import Crowd
 from tests.sim.engines import Engine
 from tests.sim.gateways import LEASE_MS, Gateway
+from tests.sim.growth import MODES
 from tests.sim.judge import STREAM_SECONDS_MAX, Judge, Violation
 from tests.sim.loop import Stuck, VirtualLoop
 from tests.sim.network import Network
@@ -58,6 +59,10 @@ class World:
                 (("short", 61), ("short", pick.choice([61, 91])), ("long", 121))
             )
         ]
+        modes = random.Random(f"modes {seed}")
+        possible = modes.choice(MODES)
+        for engine in self.engines:
+            engine.mode = modes.choice(possible)
         share = pick.choice(TROUBLE_SHARES)
         for engine in self.engines:
             engine.trouble_share = share

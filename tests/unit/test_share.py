@@ -14,6 +14,7 @@ PLENTY = 10_000
 def replica(name: str = "r0", limit: int = 100, used: int = 0, **changes: object) -> Replica:
     values = {
         "pool": "p", "limit": limit, "usable": limit, "sequences_max": PLENTY, "prefill_max": PLENTY, "used": used,
+        "full": used,
     } | changes  # fmt: skip
     return Replica(name, **values)  # type: ignore[arg-type]
 
@@ -64,6 +65,23 @@ def test_a_portion_is_what_is_held_and_a_part_of_what_is_free(limit, used, held,
     running = [holding(held)] if held else []
     found = portions([replica(limit=limit, used=used)], owners, [*running, holding(7, "elsewhere")])
     assert found["r0"].blocks == blocks
+
+
+@pytest.mark.parametrize(
+    ("full", "held", "blocks"), [(80, 20, 20 + 10), (100, 20, 20), (200, 20, 10), (201, 20, 9), (200, 0, 0)]
+)
+def test_where_calls_are_charged_by_their_paths_whole_demands_are_shared(full, held, blocks):
+    """What they hold now, 40, leaves more free than they may need."""
+    running = [holding(held)] if held else []
+    seen = replica(used=40, full=full, elastic=3, mode="elastic")
+    assert portions([seen], 2, running)["r0"].blocks == blocks
+
+
+def test_a_promised_call_is_on_no_elastic_replica():
+    mine = portions([replica("a", mode="elastic"), replica("b", 50, mode="shared")], 1, [])
+    assert chosen(Share(mine, {}), wanted(promised=True)) == "b"
+    assert chosen(Share(mine, {}), wanted()) == "a"
+    assert Share(mine, {}).choose(wanted(60, promised=True), {}) == Denied(Code.NO_BACKEND, "", 0, 0)
 
 
 def test_sequences_and_prefill_are_parts_too():
