@@ -123,7 +123,7 @@ class Ask:
         self.held, self.base, self.path = held, base, path
         self._grown = True
         self._tell_growth()
-        self._ledger.wake()
+        self._ledger.wake_for_growth()
 
     def _tell_growth(self) -> None:
         if self._ledger.channel.declares(self.id):  # a Z would overtake it, and that says something older

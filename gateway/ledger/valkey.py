@@ -44,6 +44,8 @@ KNOWN_MAX = 1024
 """Refusals remembered at once."""
 PROBE_SECONDS = 0.01
 """One call in this time goes through to the store all the same."""
+GROWTH_SECONDS = 0.1
+"""Calls that grow tell the store within this time, many in one batch: a few tokens later changes nothing."""
 ASK_SECONDS = 0.1
 """After this an answer to a question has no use: by then nearly any prompt is counted."""
 SETTINGS_DIFFER = "another gateway has given this fleet other lanes or classes; ours are being sent again"
@@ -120,6 +122,7 @@ class ValkeyLedger:
         """By lane, class and key; a rate quota is of the key alone."""
         self.draining: frozenset[str] = frozenset()
         """Replicas that answer and get no new calls, as of the last heartbeat."""
+        self._growth_timer: asyncio.TimerHandle | None = None
         self.fingerprints = Fingerprints()
         self.forecast = Forecast()
         self.sharing = Sharing(self, self._asks, config, share_seconds, observer)
@@ -320,6 +323,15 @@ class ValkeyLedger:
 
     def wake(self) -> None:
         self._keeper.wake()
+
+    def wake_for_growth(self) -> None:
+        """Soon; what else is sent meanwhile takes it along."""
+        if self._growth_timer is None:
+            self._growth_timer = asyncio.get_running_loop().call_later(GROWTH_SECONDS, self._growth_is_due)
+
+    def _growth_is_due(self) -> None:
+        self._growth_timer = None
+        self.wake()
 
     def forget(self, ask: Ask) -> None:
         self._asks.pop(ask.id, None)
