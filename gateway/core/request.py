@@ -32,6 +32,7 @@ from gateway.core.prompt import (
     read_prompts,
     read_response,
 )
+from gateway.core.stream_options import NO_STREAM, read_stream_options
 
 INTEGER_MAX = 2**31 - 1
 """vLLM keeps these numbers in 32 bits."""
@@ -141,7 +142,12 @@ class GenerationRequest(Request, frozen=True, kw_only=True):
     """The field that `output_limit` came from, or the one that is added."""
     limit_spans: tuple[tuple[int, int], ...]
     """Where the body holds values of output limits."""
-    usage_edit: Edit | None
+    usage_edits: tuple[Edit, ...] = ()
+    """Have a stream end with its usage."""
+    meter_edits: tuple[Edit, ...] = ()
+    """The same, and have each of its events tell the usage until then."""
+    meter_asked: bool = False
+    """The client itself asked for the latter."""
     id_edit: Edit | None
     """Writes the id of a response that the engine may store, without its text."""
     background: bool = False
@@ -264,9 +270,11 @@ def _sources(members: Members, dialect: Dialect) -> tuple[Source, ...]:
     return prompt.sources
 
 
-def forward(request: GenerationRequest, output_limit: int, response_id: str = "") -> bytes:
-    """The client's bytes with `output_limit` written in, usage asked for on a stream, and the id of a response that may
-    be asked for again; nothing else.
+def forward(
+    request: GenerationRequest, output_limit: int, response_id: str = "", metered: bool = False
+) -> bytes:
+    """The client's bytes with `output_limit` written in, usage asked for on a stream (`metered`: in each event), and
+    the id of a response that may be asked for again; nothing else.
     """
     if not request.endpoint.generates:
         return request.body
@@ -276,8 +284,7 @@ def forward(request: GenerationRequest, output_limit: int, response_id: str = ""
     if not edits:
         edits = [append_member(request.body, request.limit_field, number)]
     edits += request.edits
-    if request.usage_edit is not None:
-        edits.append(request.usage_edit)
+    edits += request.meter_edits if metered else request.usage_edits
     if request.id_edit is not None:
         start, end, before = request.id_edit
         edits.append((start, end, b'%b"%b"' % (before, response_id.encode())))
@@ -288,7 +295,7 @@ def _parse(endpoint: Endpoint, body: bytes, n_max: int) -> GenerationRequest:
     members = read_members(body)
     is_batch = endpoint is Endpoint.CHAT_BATCH
     stream = read_boolean(members, "stream") and not is_batch
-    usage = _read_stream_options(members, body) if stream else (False, None)
+    usage = read_stream_options(members, body) if stream else NO_STREAM
     limit_field, output_limit = _read_output_limit(members, endpoint)
     min_tokens = _read_min_tokens(members, limit_field, output_limit)
     per_prompt = _read_sequences(members, n_max)
@@ -306,11 +313,13 @@ def _parse(endpoint: Endpoint, body: bytes, n_max: int) -> GenerationRequest:
         body=body,
         model=_read_model(members),
         stream=stream,
-        include_usage_asked=usage[0],
+        include_usage_asked=usage.asked,
         output_limit=output_limit,
         limit_field=limit_field,
         limit_spans=tuple([(m.start, m.end) for f in LIMIT_FIELDS[endpoint] if (m := members.get(f))]),
-        usage_edit=usage[1],
+        usage_edits=usage.edits,
+        meter_edits=usage.meter_edits,
+        meter_asked=usage.meter_asked,
         id_edit=None,
         min_tokens=min_tokens,
         truncate_prompt_tokens=read_integer(members, "truncate_prompt_tokens", -1, INTEGER_MAX),
@@ -349,7 +358,6 @@ def _parse_message(body: bytes) -> GenerationRequest:
         output_limit=output_limit,
         limit_field=limit_field,
         limit_spans=((limit.start, limit.end),),
-        usage_edit=None,
         id_edit=None,
         min_tokens=0,
         truncate_prompt_tokens=None,
@@ -386,7 +394,6 @@ def _parse_response(body: bytes) -> GenerationRequest:
         output_limit=output_limit,
         limit_field=limit_field,
         limit_spans=((limit.start, limit.end),) if limit else (),
-        usage_edit=None,
         id_edit=id_edit,
         background=background,
         min_tokens=0,
@@ -435,7 +442,6 @@ def _parse_inputs(endpoint: Endpoint, body: bytes) -> GenerationRequest:
         output_limit=0,
         limit_field="",
         limit_spans=(),
-        usage_edit=None,
         id_edit=None,
         min_tokens=0,
         truncate_prompt_tokens=read_integer(members, "truncate_prompt_tokens", -1, INTEGER_MAX),
@@ -463,32 +469,6 @@ def _read_string(members: Members, name: str) -> str | None:
     if value is None or isinstance(value, str):
         return value
     raise Refused(Code.INVALID_VALUE, f"`{name}` must be a string, got {shown(members[name])}.", name)
-
-
-def _read_stream_options(members: Members, body: bytes) -> tuple[bool, Edit | None]:
-    """Did the client ask for usage, and what to change so that it is reported."""
-    if "stream_options" not in members:
-        return False, append_member(body, "stream_options", b'{"include_usage":true}')
-    options = members["stream_options"]
-    if options.is_null:
-        return False, (options.start, options.end, b'{"include_usage":true}')
-    if options.raw[:1] != b"{":
-        message = f"`stream_options` must be an object, got {shown(options)}."
-        raise Refused(Code.INVALID_VALUE, message, "stream_options")
-    inner = read_members(options.raw)
-    asked = read_boolean(inner, "include_usage", "stream_options")
-    continuous = read_boolean(inner, "continuous_usage_stats", "stream_options")
-    if continuous and not asked:  # alone it means nothing to vLLM, beside our `include_usage` it would
-        return False, (options.start, options.end, b'{"include_usage":true}')
-    return asked, _usage_edit(options.start, options.end, inner)
-
-
-def _usage_edit(start: int, end: int, inner: Members) -> Edit:
-    """Set `include_usage` inside the `stream_options` at `body[start:end]`, whose members are `inner`."""
-    given = inner.get("include_usage")
-    if given is not None:
-        return start + given.start, start + given.end, b"true"
-    return end - 1, end - 1, b',"include_usage":true' if inner else b'"include_usage":true'
 
 
 def _read_output_limit(members: Members, endpoint: Endpoint) -> tuple[str, int | None]:

@@ -13,6 +13,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 import msgspec
 
+from gateway.core.usage_cut import cut_usage, without_usage
+
 EVENT_BYTES_MAX = 1_048_576
 """The longest event; an incomplete one is held in memory until it ends."""
 
@@ -120,9 +122,24 @@ class _PlainFrame(msgspec.Struct, gc=False):
     error: None = None
 
 
+class _PlainUsage(msgspec.Struct, gc=False):
+    prompt_tokens: Tokens
+    completion_tokens: Tokens
+
+
+class _MeteredFrame(msgspec.Struct, gc=False):
+    """The same of a stream whose events tell its usage until then."""
+
+    object: Literal["chat.completion.chunk", "text_completion"]
+    choices: Annotated[list[_PlainChoice], msgspec.Meta(min_length=1)]
+    usage: _PlainUsage
+    error: None = None
+
+
 _FrameT = TypeVar("_FrameT", bound=msgspec.Struct)
 _FRAMES = msgspec.json.Decoder(_Frame)
 _PLAIN_FRAMES = msgspec.json.Decoder(_PlainFrame)
+_METERED_FRAMES = msgspec.json.Decoder(_MeteredFrame)
 _LF = 0x0A
 
 
@@ -175,20 +192,38 @@ class StreamInspector:
     """Of what comes before it has started, and is passed on with the rest."""
 
     __slots__ = (
-        "_after_failure", "_drop_usage", "_event_bytes_max", "_held", "_overlong", "done", "events", "failure",
-        "started", "usage",
+        "_after_failure", "_closing", "_cut_usage", "_drop_usage", "_event_bytes_max", "_held", "_overlong", "done",
+        "events", "failure", "finish_reason", "metered", "started", "unmetered", "usage",
     )  # fmt: skip
 
-    def __init__(self, *, drop_usage: bool = False, event_bytes_max: int = EVENT_BYTES_MAX) -> None:
-        """`drop_usage` takes out the `choices: []` usage event, for a client that did not ask for it."""
+    def __init__(
+        self,
+        *,
+        drop_usage: bool = False,
+        metered: bool = False,
+        cut_usage: bool = False,
+        event_bytes_max: int = EVENT_BYTES_MAX,
+    ) -> None:
+        """`drop_usage` takes out the `choices: []` usage event, for a client that did not ask for it.
+
+        `metered`: the engine was asked to tell the usage in each event; `cut_usage` takes it out of those with choices.
+        """
         self.started = False
         """A data event has come that is neither an error nor `[DONE]`; comments do not count."""
         self.usage: Usage | None = None
         """From the last event that had it."""
         self.events = 0
         """Data events with a choice: about the output tokens, for a stream that ends without usage."""
+        self.finish_reason: str | None = None
+        """Of the choice that ended last."""
+        self.metered = metered
+        self.unmetered = False
+        """An event of a metered stream had a choice and told no usage."""
         self.done = False
         self.failure: Failure | None = None
+        self._closing = False
+        """The last event was the closing count, of which the usage is all that there is."""
+        self._cut_usage = cut_usage
         self._drop_usage = drop_usage
         self._event_bytes_max = event_bytes_max
         self._overlong = False
@@ -231,7 +266,7 @@ class StreamInspector:
             if not self._passes(event):
                 continue
             if self.failure is None:
-                forward.append(event)
+                forward.append(self._as_shown(event))
             else:
                 self._keep(event)
         self._hold(data[start:])
@@ -241,9 +276,7 @@ class StreamInspector:
         """Whether `data[start:end]` is one event that only carries tokens, as nearly all are, and may go to the client.
         Then it is noted.  Else nothing is, and `feed` has to take it.
         """
-        if self._held or self.failure is not None or end - start > self._event_bytes_max:
-            return False
-        if not data.startswith(b"data:", start) or data.find(b"\n", start) != end - 2 or data[end - 1] != _LF:
+        if not self._is_one_line(data, start, end):
             return False
         try:
             _PLAIN_FRAMES.decode(data[start + 5 : end - 2])
@@ -253,13 +286,38 @@ class StreamInspector:
         self.events += 1
         return True
 
+    def passes_metered(self, data: bytes, start: int, end: int) -> bytes | None:
+        """As `passes`, of a metered stream: the event as the client gets it; None = `feed` has to take it."""
+        if not self._is_one_line(data, start, end):
+            return None
+        try:
+            usage = _METERED_FRAMES.decode(data[start + 5 : end - 2]).usage
+        except msgspec.DecodeError:
+            return None
+        shown = without_usage(data, start, end) if self._cut_usage else data[start:end]
+        if shown is not None:
+            self.usage = Usage(usage.prompt_tokens, usage.completion_tokens)
+            self.started = True
+            self.events += 1
+        return shown
+
+    def _is_one_line(self, data: bytes, start: int, end: int) -> bool:
+        """An event of one line that nothing was held back of."""
+        if self._held or self.failure is not None or end - start > self._event_bytes_max:
+            return False
+        one_line = data.find(b"\n", start) == end - 2 and data[end - 1] == _LF
+        return one_line and data.startswith(b"data:", start)
+
     def finish(self) -> bytes:
         """Judge the end of the stream and return what is left to forward: bytes after the last blank line."""
         rest, self._held = bytes(self._held or b""), None
         keep = self._passes(rest) if rest else False
         if self.failure is None and not self.done:
             self.failure = Failure.UNFINISHED
-        return rest if keep and self.failure is None else b""
+        return self._as_shown(rest) if keep and self.failure is None else b""
+
+    def _as_shown(self, event: bytes) -> bytes:
+        return cut_usage(event) if self._cut_usage and not self._closing else event
 
     def _hold(self, data: bytes) -> None:
         """Wait for the end of an event, within bounds."""
@@ -303,11 +361,15 @@ class StreamInspector:
         if failure is not None:
             self._fail(failure)
             return True
-        if frame.choices == [] and frame.usage is not None:
+        self._closing = frame.choices == [] and frame.usage is not None
+        if self._closing:
             return self._passes_usage()
         self.started = True
         if frame.choices:
             self.events += 1
+            self.finish_reason = frame.choices[-1].finish_reason or self.finish_reason
+            counted = frame.counted
+            self.unmetered |= self.metered and (counted is None or counted.completion_tokens is None)
         return True
 
     def _passes_usage(self) -> bool:

@@ -579,6 +579,34 @@ def test_usage_in_every_event_is_not_brought_about(given: dict[str, Any]) -> Non
     assert sent["stream_options"] == {"include_usage": True}
 
 
+METERED = b'{"include_usage":true,"continuous_usage_stats":true}'
+
+
+@pytest.mark.parametrize(
+    ("given", "sent"),
+    [
+        (b"", b',"stream_options":' + METERED),
+        (b',"stream_options":null', b',"stream_options":' + METERED),
+        (b',"stream_options":{}', b',"stream_options":' + METERED),
+        (
+            b',"stream_options":{"x": 1 , "include_usage":false}',
+            b',"stream_options":{"x": 1 , "include_usage":true,"continuous_usage_stats":true}',
+        ),
+        (
+            b',"stream_options":{"continuous_usage_stats" : null,"include_usage":true}',
+            b',"stream_options":{"continuous_usage_stats" : true,"include_usage":true}',
+        ),
+        (b',"stream_options":{"continuous_usage_stats":true}', b',"stream_options":' + METERED),
+        (b',"stream_options":' + METERED, b',"stream_options":' + METERED),
+    ],
+)
+def test_usage_in_every_event_is_asked_for_where_the_call_is_metered(given: bytes, sent: bytes) -> None:
+    head = b'{"messages":[{"role":"user","content":"a"}],"max_tokens":7,"stream":true'
+    request = read(head + given + b"}")
+    assert forward(request, 7, metered=True) == head + sent + b"}"
+    assert request.meter_asked == (given == b',"stream_options":' + METERED)
+
+
 @pytest.mark.parametrize("options", [[], "x", 1, {"include_usage": 1}])
 def test_stream_options_of_another_type(options: Any) -> None:
     assert refused(chat(stream=True, stream_options=options)).param == "stream_options"
@@ -609,9 +637,10 @@ FIELDS = {
     st.integers(1, 2**31 - 1),
     st.booleans(),
     st.booleans(),
+    st.booleans(),
 )
 def test_forwarding_changes_the_limit_and_usage_alone(
-    fields: dict[str, Any], limit: int, spaced: bool, ascii_only: bool
+    fields: dict[str, Any], limit: int, spaced: bool, ascii_only: bool, metered: bool
 ) -> None:
     fields = fields | {"messages": [{"role": "user", "content": "é\u2028"}]}
     separators = None if spaced else (",", ":")
@@ -620,16 +649,17 @@ def test_forwarding_changes_the_limit_and_usage_alone(
     if isinstance(request, Refusal):  # a lone surrogate
         assert request.code is Code.INVALID_JSON
         return
-    sent = forward(request, limit)
+    sent = forward(request, limit, metered=metered)
     expected = json.loads(body)
     present = [name for name in ("max_completion_tokens", "max_tokens") if name in expected]
     expected |= dict.fromkeys(present or ["max_completion_tokens"], limit)
     if expected.get("stream"):
         options = expected.get("stream_options") or {}
         alone = options.get("continuous_usage_stats") and not options.get("include_usage")
-        expected["stream_options"] = ({} if alone else options) | {"include_usage": True}
+        wanted = {"include_usage": True} | ({"continuous_usage_stats": True} if metered else {})
+        expected["stream_options"] = ({} if alone else options) | wanted
     assert json.loads(sent) == expected
-    assert forward(read(sent), limit) == sent
+    assert forward(read(sent), limit, metered=metered) == sent
 
 
 @pytest.mark.parametrize(
