@@ -29,6 +29,7 @@ from gateway.config import (
     Settings,
     Tokenizer,
     Upstream,
+    check_promises,
     load_keys,
     text_of,
 )
@@ -40,6 +41,7 @@ from gateway.core.events import Event as Fact
 from gateway.core.factors import Factors
 from gateway.core.lifecycle import Event
 from gateway.core.media import MediaRule
+from gateway.core.modes import Mode
 from gateway.fleetdesk import FleetDesk
 from gateway.flow import Flow
 from gateway.found import FoundReplicas, names_by_pool, replica_specs
@@ -335,7 +337,9 @@ class Gateway:
         classes = [class_.name for class_ in self._settings.classes]
 
         def read() -> Entries:
-            return self._book.read_file(Entries.of(load_keys(path, classes, secretless)))
+            entries = load_keys(path, classes, secretless)
+            check_promises(entries, self._settings.fleets)
+            return self._book.read_file(Entries.of(entries))
 
         keys = read()
         self._book.use_file(keys)
@@ -638,6 +642,7 @@ def _plan(settings: Settings, fleet: FleetSettings) -> FleetPlan:
         safe_fraction=fleet.safe_fraction,
         overtake_blocks=fleet.overtake_blocks,
         pools=tuple((pool.name, pool.max_prompt_tokens) for pool in fleet.pools),
+        modes={pool.name: Mode(pool.mode) for pool in fleet.pools},
         lanes=fleet.lanes,
         classes=_class_shares(settings),
         lease_ms=lease_ms,
@@ -694,4 +699,10 @@ def _metric_names(settings: Settings) -> dict[str, dict[str, list[str]]]:
 
 def _class_terms(class_: PriorityClass) -> ClassTerms:
     queue_key_max = math.ceil(class_.depth_max * class_.key_share)
-    return ClassTerms(round(class_.seconds_max * 1000), class_.depth_max, queue_key_max)
+    return ClassTerms(
+        round(class_.seconds_max * 1000),
+        class_.depth_max,
+        queue_key_max,
+        None if class_.ttft_seconds is None else round(class_.ttft_seconds * 1000),
+        Mode(class_.mode) if class_.mode else None,
+    )

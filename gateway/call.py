@@ -13,6 +13,7 @@ from gateway.core.factors import Factors
 from gateway.core.forecast import Course
 from gateway.core.identity import Identity
 from gateway.core.lifecycle import Event, Phase, Step
+from gateway.core.modes import Mode
 from gateway.core.order import ASKED_BACK, PLACE_ONLY, POOL_SHARE_SCALE
 from gateway.core.outcomes import Code, Outcome, Refusal
 from gateway.core.quota import AllFleets, Charge, Quota
@@ -51,6 +52,10 @@ class Terms(msgspec.Struct, frozen=True):
     wait_ms: int
     queue_max: int
     queue_key_max: int
+    ttft_ms: int | None = None
+    """When the first token is wanted, from the last byte of the request on; None = whenever."""
+    mode: Mode | None = None
+    """What its calls were promised; None = what its pool does."""
     pool_share: float | None = None
     """The part of each pool's limit that the key may hold at once."""
     all_fleets: AllFleets | None = None

@@ -188,7 +188,7 @@ def _serve(parsed: argparse.Namespace) -> int:
 
 
 def _check_config(parsed: argparse.Namespace) -> int:
-    from gateway.config import load, load_keys, without_password
+    from gateway.config import check_promises, load, load_keys, without_password
 
     settings = load(parsed.file, os.environ)
     counted = ""
@@ -196,6 +196,7 @@ def _check_config(parsed: argparse.Namespace) -> int:
         classes = [class_.name for class_ in settings.classes]
         found = load_keys(Path(settings.auth.keys_file), classes, settings.auth.names_from_outside)
         _check_models(found, settings)
+        check_promises(found, settings.fleets)
         counted = f", {len(found)} {'key' if len(found) == 1 else 'keys'}"
     if settings.auth.jwt:
         from gateway.app import read_signature_keys

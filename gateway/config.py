@@ -7,7 +7,7 @@ line that names the setting, its value and the limit.  Secrets are never setting
 
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime
 from ipaddress import ip_network
@@ -23,6 +23,7 @@ from msgspec.structs import replace
 
 from gateway.core.headers import FOR_ENGINES, PROMPT_TOKENS
 from gateway.core.media import AUDIO_BYTES_PER_SECOND, AUDIO_SECONDS_MAX, CLIP_SECONDS, MEDIA_TOKENS, host_of
+from gateway.core.modes import POOL_MODES, PROMISES, Mode, can_keep
 from gateway.core.outcomes import OperatorError
 from gateway.core.request import UNRESERVED, Endpoint
 
@@ -167,6 +168,8 @@ class Queue(_Strict, frozen=True, kw_only=True):
     seconds_max: Seconds = 30
     key_share: KeyShare = 0.5
     """The part of `depth_max` that one key may fill."""
+    ttft_seconds: Seconds | None = None
+    """When the first token is wanted; None = whenever."""
     retry_share: RetryShare = 0.2
     """Retries of a key that are queued for each of its first attempts."""
 
@@ -177,6 +180,9 @@ class PriorityClass(_Strict, frozen=True, kw_only=True):
     depth_max: QueueDepth = 1_000
     seconds_max: Seconds = 30
     key_share: KeyShare = 0.5
+    ttft_seconds: Seconds | None = None
+    mode: str | None = None
+    """None = as the pool does."""
 
 
 class Access(_Strict, frozen=True, kw_only=True):
@@ -251,6 +257,7 @@ REPLICAS_MAX = 256
 class Pool(_Strict, frozen=True, kw_only=True):
     name: Name
     max_prompt_tokens: Count | None = None
+    mode: str = Mode.GUARANTEED.value
     upstream: Access = Access()
     """Once loaded with what `upstream` of the file says where it says nothing."""
     replicas: Annotated[tuple[Replica, ...], Meta(max_length=REPLICAS_MAX)] = ()
@@ -374,6 +381,8 @@ class KeyEntry(_Strict, frozen=True, kw_only=True):
     sha256: Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")] | None = None
     """None: only `auth.trusted_header` and `auth.jwt` can name the key."""
     class_: str = msgspec.field(name="class", default="normal")
+    mode: str | None = None
+    """None = as its class."""
     weight: Annotated[int, Meta(ge=1, le=1_000)] = 1
     group: KeyName | None = None
     models: Annotated[tuple[ModelName, ...], Meta(max_length=256)] | None = None
@@ -447,6 +456,7 @@ def parse_key(fields: Mapping[str, Any]) -> KeyEntry:
         raw["expires"] = _epoch_ms(raw["expires"], "expires")
     entry = _convert(raw, KeyEntry)
     _check_class_name(entry.class_, "class")
+    _check_promise(entry.mode, "mode")
     return entry
 
 
@@ -689,7 +699,7 @@ def _inherit_queue(raw: dict[str, Any]) -> None:
     raw["classes"] = raw.pop("classes")  # now last, so that a bad bound of `queue` is reported as that
     queue = raw.get("queue")
     for class_ in _dicts(raw["classes"]):
-        for bound in ("depth_max", "seconds_max", "key_share"):
+        for bound in ("depth_max", "seconds_max", "key_share", "ttft_seconds"):
             if isinstance(queue, dict) and bound in queue:
                 class_.setdefault(bound, queue[bound])
 
@@ -1061,6 +1071,31 @@ def _check(settings: Settings) -> None:
     for i, fleet in enumerate(settings.fleets):
         _check_fleet(fleet, f"fleets[{i}]")
     _check_names_across(settings.fleets)
+    for i, class_ in enumerate(settings.classes):
+        _check_kept(class_.mode, settings.fleets, f"classes[{i}].mode")
+
+
+def _check_promise(mode: str | None, path: str) -> None:
+    if mode is not None:
+        _one_of(path, mode, [promise.value for promise in PROMISES])
+
+
+def _check_kept(mode: str | None, fleets: Iterable[Fleet], path: str) -> None:
+    """Every call finds a pool that keeps what it was promised."""
+    for fleet in fleets:
+        modes = {pool.name: Mode(pool.mode) for pool in fleet.pools}
+        for lane, pools in fleet.lanes.items():
+            if not can_keep(Mode(mode) if mode else None, [modes[pool] for pool in pools]):
+                raise ConfigError(
+                    path, f"is {mode}, but every pool of lane {lane} of fleet {fleet.name} is elastic"
+                )
+
+
+def check_promises(keys: Iterable[KeyEntry], fleets: Iterable[Fleet]) -> None:
+    """Raises ConfigError for a key whose promise cannot be kept for a model that it may use."""
+    for i, key in enumerate(keys):
+        allowed = [fleet for fleet in fleets if key.models is None or set(key.models) & set(fleet.models)]
+        _check_kept(key.mode, allowed, f"keys[{i}].mode")
 
 
 def _check_pass_through(paths: tuple[str, ...]) -> None:
@@ -1107,7 +1142,7 @@ def _check_jwt(jwt: Jwt) -> None:
         _one_of(f"auth.jwt.algorithms[{i}]", algorithm, ASYMMETRIC)
 
 
-def _one_of(path: str, value: str | int, choices: tuple[str | int, ...]) -> None:
+def _one_of(path: str, value: str | int, choices: Sequence[str | int]) -> None:
     if value not in choices:
         raise ConfigError(path, f"has to be one of {', '.join(map(str, choices))}, got {value!r}")
 
@@ -1195,6 +1230,8 @@ def _check_classes(classes: tuple[PriorityClass, ...]) -> None:
     total = sum(class_.share for class_ in classes)
     if total >= 1:
         raise ConfigError("classes", f"their shares sum to {total:g}, which has to be under 1")
+    for i, class_ in enumerate(classes):
+        _check_promise(class_.mode, f"classes[{i}].mode")
 
 
 def _check_fleet(fleet: Fleet, path: str) -> None:
@@ -1210,6 +1247,7 @@ def _check_fleet(fleet: Fleet, path: str) -> None:
     _check_lanes(fleet, path)
     for p, pool in enumerate(fleet.pools):
         _check_sources(pool, f"{path}.pools[{p}]")
+        _one_of(f"{path}.pools[{p}].mode", pool.mode, [mode.value for mode in POOL_MODES])
     replicas = {
         f"{path}.pools[{p}].replicas[{r}]": replica.name
         for p, pool in enumerate(fleet.pools)
@@ -1335,6 +1373,7 @@ def _check_keys(keys: tuple[KeyEntry, ...], classes: Collection[str] | None) -> 
         if classes is not None and key.class_ not in classes:
             raise ConfigError(f"keys[{i}].class", f"unknown class, known are {', '.join(classes)}")
         _check_class_name(key.class_, f"keys[{i}].class")
+        _check_promise(key.mode, f"keys[{i}].mode")
     names = {key.name: key.group for key in keys}
     for i, key in enumerate(keys):
         if key.group in names and names[key.group] != key.group:

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from gateway.config import AllFleetsLimits, ConfigError, KeyEntry, Limits, parse_key
 from gateway.core import quota
+from gateway.core.modes import Mode
 from gateway.http.auth import NO_SECRET, Key, Keyring
 from gateway.ledger.api import printable
 
@@ -192,6 +193,7 @@ def key_of(entry: KeyEntry) -> Key:
     return Key(
         name=entry.name,
         class_=entry.class_,
+        mode=Mode(entry.mode) if entry.mode else None,
         weight=entry.weight,
         group=entry.group,
         models=None if entry.models is None else frozenset(entry.models),
@@ -222,6 +224,7 @@ def row_of(entry: KeyEntry) -> dict[str, Any]:
     return {
         "name": entry.name,
         "class": entry.class_,
+        "mode": entry.mode,
         "weight": entry.weight,
         "group": entry.group,
         "models": entry.models,

@@ -6,6 +6,7 @@
 --- @include "snapshot"
 --- @include "callers"
 --- @include "factors"
+--- @include "lengths"
 
 local function offer(name, callback, flags)
   redis.register_function({function_name = LIBRARY .. '_' .. name, callback = callback, flags = flags})
@@ -21,4 +22,5 @@ offer('callers_follow', callers.follow, {'allow-oom', 'no-writes'})
 offer('callers_change', callers.change, {'allow-oom'})
 offer('callers_restore', callers.restore, {'allow-oom'})
 offer('callers_cut', callers.cut, {'allow-oom'})
-offer('factors_share', factors.share, {}) -- this one takes memory, and nobody waits for it
+offer('factors_share', factors.share, {}) -- these two take memory, and nobody waits for them
+offer('lengths_share', lengths.share, {})

@@ -111,6 +111,20 @@ class Overdraft(msgspec.Struct, frozen=True):
     """Above its limit, all calls there together."""
 
 
+class LengthSurprise(msgspec.Struct, frozen=True):
+    """Calls of a class write more than was learned, beyond chance: nearly all of it was forgotten."""
+
+    fleet: str
+    class_: str
+
+
+class Unmetered(msgspec.Struct, frozen=True):
+    """The engine did not report the tokens of an elastic call's stream: it holds all of its demand."""
+
+    fleet: str
+    pool: str
+
+
 Event = (
     CallEnded
     | FirstToken
@@ -121,6 +135,8 @@ Event = (
     | AdmittedByShare
     | Healed
     | Overdraft
+    | LengthSurprise
+    | Unmetered
 )
 
 

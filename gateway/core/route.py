@@ -10,6 +10,7 @@ import msgspec
 from gateway.core.blocks import BlockShape, demand_blocks, inputs_blocks
 from gateway.core.estimate import Demand, call_cost, prefill_share
 from gateway.core.media import USUAL, MediaRule
+from gateway.core.modes import Mode
 from gateway.core.outcomes import Code, Refusal
 from gateway.core.request import Endpoint, GenerationRequest
 
@@ -81,6 +82,10 @@ class FleetShape:
     """By rising `max_prompt_tokens`, None last."""
     lanes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Lane to the pools that its calls may use; a pool's lane has its name, and by default only that pool."""
+    modes: Mapping[str, Mode] = field(default_factory=dict)
+    """By pool; one that is not there is guaranteed."""
+    elastic_base: int = 0
+    """The size of replica that the paths of its calls are made for (`core/elastic.py`); 0 = they have none."""
     exact_above: float = 0.0
     """Where its engines' own count is at hand, it is asked for while so much of the fleet is reserved; 0 = always."""
     learns: bool = False
@@ -101,6 +106,10 @@ class FleetShape:
     def context_max(self) -> int:
         """Above it no output limit makes sense."""
         return max(pool.max_model_len for pool in self.pools)
+
+    def modes_of(self, lane: str) -> tuple[Mode, ...]:
+        """Of the pools of a lane."""
+        return tuple(self.modes.get(pool, Mode.GUARANTEED) for pool in self.lanes.get(lane, (lane,)))
 
     def only(self, name: str) -> "FleetShape":
         """For a call that one replica of that pool has to take, however long its prompt."""

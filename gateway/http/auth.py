@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 from typing import Protocol
 
+from gateway.core.modes import Mode
 from gateway.core.quota import AllFleets, Quota
 from gateway.http.body import Scope
 
@@ -30,6 +31,8 @@ class Key:
 
     name: str
     class_: str
+    mode: Mode | None = None
+    """None = as its class."""
     weight: int = 1
     group: str | None = None
     """Keys of one group share their limits."""

@@ -29,6 +29,7 @@ from gateway.core.identity import (
     read_idempotency_key,
 )
 from gateway.core.lifecycle import Event, Phase
+from gateway.core.modes import Mode
 from gateway.core.outcomes import Code, Outcome, Refusal
 from gateway.core.quota import Units
 from gateway.core.request import GenerationRequest, Request
@@ -92,6 +93,10 @@ class ClassTerms:
     wait_ms: int
     queue_max: int
     queue_key_max: int
+    ttft_ms: int | None = None
+    """When the first token is wanted."""
+    mode: Mode | None = None
+    """What its calls were promised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -432,6 +437,8 @@ class Proxy:
             wait_ms=queue.wait_ms if deadline_ms is None else min(queue.wait_ms, deadline_ms),
             queue_max=queue.queue_max,
             queue_key_max=queue.queue_key_max,
+            ttft_ms=queue.ttft_ms,
+            mode=key.mode or queue.mode,
             all_fleets=key.all_fleets,
         )
 

@@ -3,11 +3,13 @@
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 
 from gateway.core.books import FleetConfig, ReplicaConfig
+from gateway.core.elastic import base_of
 from gateway.core.media import USUAL, MediaRule
+from gateway.core.modes import Mode
 from gateway.core.request import INTEGER_MAX
 from gateway.core.route import FleetShape, PoolShape
 from gateway.upstream.api import Access, Trouble
@@ -46,6 +48,8 @@ class FleetPlan:
     heartbeat_ms: int
     media: MediaRule = USUAL
     encoder_tokens: int = 0
+    modes: Mapping[str, Mode] = field(default_factory=dict)
+    """By pool; one that is not there is guaranteed."""
 
 
 class WatchedEngines:
@@ -149,6 +153,18 @@ class WatchedEngines:
             replicas=replicas,
         )
 
+    def _elastic_base(self) -> int:
+        """For the smallest of the replicas that hold calls elastically; 0 while none is known."""
+        limits = [
+            blocks_limit(state.shape.num_gpu_blocks, self._plan.safe_fraction)
+            for state in self._watch.states()
+            if state.shape and self._mode(state.spec.pool) is not Mode.GUARANTEED
+        ]
+        return base_of(min(limits)) if limits else 0
+
+    def _mode(self, pool: str) -> Mode:
+        return self._plan.modes.get(pool, Mode.GUARANTEED)
+
     def _derive(self) -> FleetShape:
         known: dict[str, list[ReplicaShape]] = {}
         states = self._watch.states()
@@ -171,6 +187,8 @@ class WatchedEngines:
             share_prompt_of_n=plan.share_prompt_of_n and not self._unshared,
             pools=tuple(_pool_shape(name, most, known[name]) for name, most in plan.pools if name in known),
             lanes=plan.lanes,
+            modes=plan.modes,
+            elastic_base=self._elastic_base(),
             complete=all(state.shape for state in states),
         )
 

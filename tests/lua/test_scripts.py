@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from gateway.core import order
+from gateway.core import lengths, order
 from gateway.ledger.records import FIELDS
 from gateway.ledger.scripts import KEY_NAMES, fleet_keys, library, script_folder, splice
 
@@ -15,12 +15,14 @@ FOLDER = script_folder()
 FRAGMENTS = sorted((FOLDER / "commands").glob("*.lua"))
 
 
-def constant(name: str) -> int:
+def constant(name: str, text: str = "") -> float:
     """The number that the spliced library gives a constant, alone or in a list of names."""
-    for names, values in re.findall(r"^local ([A-Z_, ]+?) = ([0-9, ]+)$", library().text, re.MULTILINE):
+    for names, values in re.findall(
+        r"^local ([A-Z_, ]+?) = ([0-9., ]+)$", text or library().text, re.MULTILINE
+    ):
         table = dict(zip(names.split(", "), values.split(", "), strict=True))
         if name in table:
-            return int(table[name])
+            return float(table[name])
     raise AssertionError(f"no constant {name}")
 
 
@@ -55,6 +57,17 @@ def constant(name: str) -> int:
 )
 def test_constants_are_the_specifications(lua: str, python: int) -> None:
     assert constant(lua) == python
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("BUCKETS", "PRIOR", "ENTRIES_MAX", "HAZARD_MAX"),
+        *("SURPRISE_DECAY", "SURPRISE_SIGMAS", "SURPRISE_LEFT"),
+    ],
+)
+def test_constants_of_lengths_are_the_cores(name: str) -> None:
+    assert constant(name, (FOLDER / "lengths.lua").read_text()) == getattr(lengths, name)
 
 
 KINDS = {

@@ -1,0 +1,97 @@
+"""How one elastic call's hold on its replica grows with what it writes: when, to how many blocks, and by which path.
+
+Only what the engine reports of its tokens counts: how many are in an event it alone knows.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from gateway.core.elastic import SCALE, Survival, blocks_at, next_growth, pack, path_of
+from gateway.core.estimate import Demand
+
+AHEAD_TOKENS = 8
+"""So many before it needs more blocks a call asks for them: what it reports and what the store hears comes later."""
+NEVER = 2**53
+"""More tokens than any call writes."""
+
+
+class Holding(NamedTuple):
+    """What a call has of its replica."""
+
+    held: int = -1
+    """Blocks; -1 = all of its demand."""
+    base: int = 0
+    """The size of replica that the path is made for."""
+    path: bytes = b""
+    """As the store has it (`elastic.pack`); empty = it holds all of its demand until its end."""
+
+
+IN_FULL = Holding()
+
+
+@dataclass(frozen=True, slots=True)
+class Law:
+    """What is known beforehand of a call that may grow."""
+
+    survival: Survival
+    base: int
+    ahead: int
+    """Speculative tokens."""
+
+
+def start(demand: Demand, law: Law) -> Holding:
+    """What a call of one sequence holds that has written nothing."""
+    return _holding(demand, law, demand.longest_prompt_tokens, 0)
+
+
+class Growth:
+    """Follows one call of one sequence.  It never holds more than its demand."""
+
+    __slots__ = ("_demand", "_law", "_prompt_tokens", "due")
+
+    def __init__(self, demand: Demand, law: Law) -> None:
+        self.due = 0
+        """Tokens written from which on `note` may have an answer; at first it may correct the prompt's tokens."""
+        self._demand = demand
+        self._law = law
+        self._prompt_tokens = demand.longest_prompt_tokens
+
+    def note(self, prompt_tokens: int, written: int) -> Holding | None:
+        """What the call holds from now on, its engine having counted so many tokens; None = what it held before.
+
+        The first count of the prompt's tokens replaces the estimate, in either direction.
+        """
+        if self.due and written < self.due:
+            return None
+        first, estimated = not self.due, self._prompt_tokens
+        self._prompt_tokens = prompt_tokens
+        due = _due(written, self._demand.output_tokens)
+        if first:
+            self.due = _due(0, self._demand.output_tokens)
+            if written < self.due and self._held(prompt_tokens, 0) == self._held(estimated, 0):
+                return None
+        self.due = due
+        return _holding(self._demand, self._law, prompt_tokens, written)
+
+    def in_full(self) -> Holding:
+        """Nothing is known of how far it is: it holds all of its demand from now on."""
+        self.due = NEVER
+        return Holding(self._demand.blocks)
+
+    def _held(self, prompt_tokens: int, written: int) -> int:
+        return _holding(self._demand, self._law, prompt_tokens, written).held
+
+
+def _due(written: int, output_tokens: int) -> int:
+    grown = next_growth(written, output_tokens)
+    return NEVER if grown >= output_tokens else max(grown - AHEAD_TOKENS, 1)
+
+
+def _holding(demand: Demand, law: Law, prompt_tokens: int, written: int) -> Holding:
+    output_tokens, blocks = demand.output_tokens, demand.blocks
+    grown = next_growth(written, output_tokens)
+    held = min(blocks, blocks_at(prompt_tokens, grown, demand.block_size, law.ahead))
+    path = path_of(
+        prompt_tokens, output_tokens, written, law.survival, demand.block_size, law.base, law.ahead
+    )
+    return Holding(held, law.base, pack(tuple(min(point, blocks * SCALE) for point in path)))
