@@ -39,6 +39,7 @@ from gateway.core.books import FleetConfig
 from gateway.core.capacity import Rules as CapacityRules
 from gateway.core.events import Event as Fact
 from gateway.core.factors import Factors
+from gateway.core.learned import QUANTILES, LearnedLengths, ages, quantile
 from gateway.core.lifecycle import Event
 from gateway.core.media import MediaRule
 from gateway.core.modes import Mode
@@ -54,6 +55,7 @@ from gateway.http.signed import PublicKey, Rules, SignedTokens, read_jwks, read_
 from gateway.keybook import Entries, KeyBook
 from gateway.keydesk import KeyDesk
 from gateway.ledger.factors import SharedFactors
+from gateway.ledger.lengths import SharedLengths
 from gateway.ledger.sharedkeys import FollowedKeys
 from gateway.ledger.valkey import HoldLimits, ValkeyLedger
 from gateway.ledger.wire import StoreAway
@@ -134,7 +136,9 @@ class FleetRoom:
         counter = asking if fleet.tokenizer == ENGINE else _model_counter(fleet.tokenizer, threads)
         factors = Factors()
         self.shared_factors = SharedFactors(settings.store.url, fleet.name, factors)
-        self.fleet = Fleet(fleet.name, self.engines, self.ledger, counter, factors)
+        lengths = LearnedLengths()
+        self.shared_lengths = SharedLengths(settings.store.url, fleet.name, lengths, observer)
+        self.fleet = Fleet(fleet.name, self.engines, self.ledger, counter, factors, lengths)
         self.models = fleet.models
 
     async def start(self) -> None:
@@ -170,8 +174,27 @@ class FleetRoom:
         self._metrics.know_replicas(fleet.name, names_by_pool(fleet, specs))
 
     async def state(self) -> dict[str, Any]:
-        """What the store holds of the fleet; it is not asked while it is known to be away."""
-        return await _state_of(self.ledger)
+        """What the store holds of the fleet, which is not asked while it is known to be away, and what is learned."""
+        return {**await _state_of(self.ledger), "lengths": self._quantiles()}
+
+    def lengths(self) -> list[dict[str, Any]]:
+        """By class and model what is known of how much calls write."""
+        return [
+            {"class": class_, "model": model, "calls": known.seen, "ages": ages(known)}
+            for class_, model, known in self.fleet.lengths
+        ]
+
+    def _quantiles(self) -> list[dict[str, Any]]:
+        """Of the models of the settings: these become labels."""
+        return [
+            {
+                "class": class_,
+                "model": model,
+                **{f"p{part * 100:g}": quantile(known, part) for part in QUANTILES},
+            }
+            for class_, model, known in self.fleet.lengths
+            if not model or model in self.models
+        ]
 
     def _rules(self) -> CapacityRules:
         slow_start_ms = round(self._configured.slow_start_seconds * 1000)
@@ -286,7 +309,13 @@ class Gateway:
         self._models: dict[str, Fleet] = {}
         self._name_models()
         self._proxy = Proxy(
-            Flow(self._counter, self._upstream, self._limits.ledger, settings.upstream.background_seconds),
+            Flow(
+                self._counter,
+                self._upstream,
+                self._limits.ledger,
+                self._observe,
+                settings.upstream.background_seconds,
+            ),
             self._callers,
             self._models,
             _edge_settings(settings),
@@ -304,6 +333,7 @@ class Gateway:
             self.problem,
             self._render_metrics,
             self.state,
+            self.lengths,
             KeyDesk(self._book, self._shared, settings.auth, classes, self._models),
             FleetDesk([room.fleet for room in self._rooms]),
             admin_token,
@@ -391,6 +421,7 @@ class Gateway:
         for room in self._rooms:
             self._tasks.append(loop.create_task(room.run()))
             self._tasks.append(loop.create_task(room.shared_factors.run()))
+            self._tasks.append(loop.create_task(room.shared_lengths.run()))
         self._tasks.append(loop.create_task(self._limits.run()))
         self._tasks.append(loop.create_task(self.calls.watch_writes()))
         self._tasks += [loop.create_task(watch.run()) for watch in self._followed]
@@ -462,6 +493,10 @@ class Gateway:
         sums = {name: _sum(fleet[name] for fleet in fleets.values()) for name in counts}
         limits = await self._limits.state()
         return {"fleets": fleets, **sums, quota.ALL_FLEETS: limits, "ready": not self.problem()}
+
+    def lengths(self) -> dict[str, Any]:
+        """What is known of how much calls write, by fleet."""
+        return {"fleets": {room.fleet.name: room.lengths() for room in self._rooms}}
 
     async def _render_metrics(self) -> tuple[bytes, str]:
         now = asyncio.get_running_loop().time()

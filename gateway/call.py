@@ -11,9 +11,11 @@ from gateway.core import lifecycle
 from gateway.core.estimate import Demand
 from gateway.core.factors import Factors
 from gateway.core.forecast import Course
+from gateway.core.growth import IN_FULL, Holding, Law, start
 from gateway.core.identity import Identity
+from gateway.core.learned import LearnedLengths
 from gateway.core.lifecycle import Event, Phase, Step
-from gateway.core.modes import Mode
+from gateway.core.modes import Mode, is_elastic, is_promised
 from gateway.core.order import ASKED_BACK, PLACE_ONLY, POOL_SHARE_SCALE
 from gateway.core.outcomes import Code, Outcome, Refusal
 from gateway.core.quota import AllFleets, Charge, Quota
@@ -22,6 +24,7 @@ from gateway.core.route import KeyLimits
 from gateway.core.sse import Usage
 from gateway.estimates import Guess
 from gateway.ledger.api import Admission, Grant, Ledger
+from gateway.metering import Meter
 from gateway.tokens.api import ModelCounter
 from gateway.upstream.api import Engines, Headers, Receiver
 
@@ -35,6 +38,8 @@ class Fleet:
     """Counts as the fleet's engines do; None where prompts are always estimated."""
     factors: Factors = field(default_factory=Factors)
     """What was learned of estimates."""
+    lengths: LearnedLengths = field(default_factory=LearnedLengths)
+    """What was learned of how much calls write."""
 
 
 class Terms(msgspec.Struct, frozen=True):
@@ -89,6 +94,10 @@ class Call:
     """It comes when its client, or another one of its key, was told to."""
     phase: Phase = Phase.ESTIMATING
     demand: Demand | None = None
+    law: Law | None = None
+    """How its hold on its replica may grow; None where it has all of its demand from the beginning."""
+    meter: Meter | None = None
+    """Of the attempt that is under way, where its hold may grow."""
     guess: Guess | None = None
     """How its prompt was estimated, where the engine's count can say how well."""
     charges: tuple[Charge, ...] = ()
@@ -160,7 +169,29 @@ class Call:
             return PLACE_ONLY
         return ASKED_BACK if self.asked_back else 0
 
-    def admission(self, demand: Demand) -> Admission:
+    @property
+    def kind(self) -> str:
+        """Under which name its fleet learns how much such calls write."""
+        model = self.request.model or self.fleet.engines.shape().model
+        return self.fleet.lengths.kind(self.terms.class_, model)
+
+    def law_in(self, lane: str) -> Law | None:
+        """How it may grow there; None where it holds all of its demand from the beginning."""
+        shape = self.fleet.engines.shape()
+        if not (shape.elastic_base and self.generation.is_metered):
+            return None
+        if not is_elastic(self.terms.mode, shape.modes_of(lane)):
+            return None
+        survival = self.fleet.lengths.of(self.kind).survival
+        return Law(survival, shape.elastic_base, shape.speculative_tokens)
+
+    def holding(self, demand: Demand) -> Holding:
+        """What it has of its replica before it has written anything."""
+        law = self.law_in(demand.lane)
+        return start(demand, law) if law else IN_FULL
+
+    def admission(self, demand: Demand, holding: Holding = IN_FULL, wait_ms: int | None = None) -> Admission:
+        """`holding`: what it has of its replica at first.  `wait_ms`: how long it may wait; None = as its terms say."""
         terms = self.terms
         return Admission(
             key=terms.key,
@@ -170,7 +201,7 @@ class Call:
             sequences=demand.sequences,
             prefill=demand.prefill,
             cost=demand.cost,
-            wait_ms=terms.wait_ms,
+            wait_ms=terms.wait_ms if wait_ms is None else wait_ms,
             weight=terms.weight,
             blocks_max=-1 if terms.limits.blocks_max is None else terms.limits.blocks_max,
             requests_max=-1 if terms.requests_max is None else terms.requests_max,
@@ -185,6 +216,10 @@ class Call:
             body_bytes=len(self.request.body),
             tokens_max=demand.output_tokens * demand.sequences,
             course=self.course,
+            held=holding.held,
+            base=holding.base,
+            path=holding.path,
+            promised=is_promised(terms.mode),
         )
 
     def course(self) -> Course | None:
@@ -211,6 +246,11 @@ class Relay(Receiver, Protocol):
     @property
     def rest_seconds(self) -> float | None:
         """For which the engine asked to be left alone; None where it did not say."""
+        ...
+
+    @property
+    def ended_of_itself(self) -> bool:
+        """The stream is complete, and its limit was not what ended it."""
         ...
 
     def report(self) -> None:

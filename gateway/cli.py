@@ -108,6 +108,7 @@ def _add_cut(parser: argparse.ArgumentParser) -> None:
 def _add_status(parser: argparse.ArgumentParser) -> None:
     from gateway import operate
 
+    operate.add_status_arguments(parser)
     parser.set_defaults(run=lambda parsed: operate.status(parsed, os.environ))
 
 

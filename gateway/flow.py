@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 
+from msgspec.structs import replace
+
 from gateway import all_fleets
 from gateway.all_fleets import Joint
 from gateway.background import Background, Place
@@ -21,16 +23,20 @@ from gateway.call import Call, Client, Relay
 from gateway.core import responses
 from gateway.core.blocks import inputs_blocks, used_blocks
 from gateway.core.estimate import Demand, held_cost, token_bounds
+from gateway.core.events import Observer, Unmetered
+from gateway.core.growth import IN_FULL, Growth, start
 from gateway.core.headers import pinned, with_estimate
 from gateway.core.lifecycle import Action, Event, Step
+from gateway.core.modes import can_keep
 from gateway.core.outcomes import Code, Refusal
-from gateway.core.prefill import PrefillTimes
+from gateway.core.prefill import PrefillTimes, wait_for_first_token_ms
 from gateway.core.prompt import PromptTokens
 from gateway.core.quota import Units, charges, never_fits
 from gateway.core.request import forward
 from gateway.core.route import FleetShape, Outlook, candidate_lanes, hopeless, outlooks, route
 from gateway.estimates import estimate, learn
 from gateway.ledger.api import Grant, Ledger, Reservation
+from gateway.metering import Meter
 from gateway.steps import Begun
 from gateway.tokens.api import Counted, Counter
 from gateway.turns import Turns
@@ -56,12 +62,18 @@ class Flow:
     """Serves calls; one for the process."""
 
     def __init__(
-        self, counter: Counter, upstream: Upstream, limits: Ledger, background_seconds: float = 3600.0
+        self,
+        counter: Counter,
+        upstream: Upstream,
+        limits: Ledger,
+        observer: Observer,
+        background_seconds: float = 3600.0,
     ) -> None:
         """`limits`: the books of those that keys have over all fleets together.
 
         `background_seconds`: how long a response may go on after its answer.
         """
+        self._observer = observer
         self._counter = counter
         self._upstream = upstream
         self._limits = limits
@@ -123,7 +135,7 @@ class Flow:
                 if failure is None or failure.action is not Action.MOVE:
                     return failure
                 answer = await reservation.moved(answer.replica)
-            return answer
+            return self._explained(call, demand, answer)
         finally:
             reservation.settle(*_held(call, demand), _counted(call, demand))
             _learn(call)
@@ -131,13 +143,44 @@ class Flow:
 
     def _open(self, call: Call, demand: Demand) -> Reservation:
         """Nothing is asked yet.  Who has limits over all fleets needs a place within those first."""
-        ledger, wanted = call.fleet.ledger, call.admission(demand)
+        ledger, call.law = call.fleet.ledger, call.law_in(demand.lane)
+        holding = start(demand, call.law) if call.law else IN_FULL
+        wanted = call.admission(demand, holding, self._wait_ms(call, demand))
         lost = partial(call.interrupt, Event.LEASE_LOST)
         limits = call.terms.all_fleets
         if limits is None:
             return ledger.open(wanted, lost)
-        within = self._limits.open(all_fleets.admission(call, limits), all_fleets.keep_running)
+        place = replace(all_fleets.admission(call, limits), wait_ms=wanted.wait_ms)
+        within = self._limits.open(place, all_fleets.keep_running)
         return Joint(within, ledger, wanted, lost)
+
+    def _wait_ms(self, call: Call, demand: Demand) -> int:
+        """Only a stream shows when its first token comes."""
+        terms = call.terms
+        if terms.ttft_ms is None or not call.request.stream:
+            return terms.wait_ms
+        passed_ms = int((time.monotonic() - call.started) * 1000)
+        return wait_for_first_token_ms(
+            terms.wait_ms, terms.ttft_ms, passed_ms, self._prefill_ms(call, demand)
+        )
+
+    def _prefill_ms(self, call: Call, demand: Demand) -> int:
+        engines = call.fleet.engines
+        pools = engines.shape().lanes.get(demand.lane, (demand.lane,))
+        replicas = [name for name in engines.names() if engines.pool(name) in pools]
+        return self._prefill_times.expected_ms(replicas, demand.prompt_tokens)
+
+    def _explained(self, call: Call, demand: Demand, refusal: Refusal) -> Refusal:
+        """A call that could have waited for longer is told why it did not."""
+        ttft_ms = call.terms.ttft_ms
+        short = refusal.code in (Code.QUEUE_TIMEOUT, Code.PREDICTED_WAIT)
+        if ttft_ms is None or not short or self._wait_ms(call, demand) == call.terms.wait_ms:
+            return refusal
+        prefill_ms = self._prefill_ms(call, demand)
+        why = (
+            f"queue.ttft_seconds wants its first token within {ttft_ms} ms, its prompt takes {prefill_ms} ms"
+        )
+        return replace(refusal, message=f"{refusal.message}; {why}")
 
     # -- estimate ------------------------------------------------------------------------------------------------
 
@@ -164,6 +207,8 @@ class Flow:
             return counts
         prompts = request.prompt_tokens([counted.tokens for counted in counts])
         demand = route(shape, request, prompts, limits)
+        if isinstance(demand, Demand) and not can_keep(call.terms.mode, shape.modes_of(demand.lane)):
+            return _not_kept(demand.lane)
         if isinstance(demand, Refusal) and not all(counted.exact for counted in counts):
             return Refusal(
                 Code.CAPACITY_EXCEEDED, "too many long prompts are being counted at once", retry_ms=1000
@@ -297,8 +342,9 @@ class Flow:
         call.relay = relay
         engines, replica = call.fleet.engines, grant.replica
         access = engines.access(replica)
+        call.meter = meter = self._meter(call, demand, grant, reservation)
         response_id = _response_id(call, replica)
-        body = forward(call.generation, demand.output_tokens, response_id)
+        body = forward(call.generation, demand.output_tokens, response_id, metered=meter is not None)
         own = with_estimate([*call.headers, *access.headers], demand.prompt_tokens)
         headers = pinned(own, engines.rank(replica))
         request = UpstreamRequest(engines.url(replica), call.request.path, headers, body, tls=access.tls)
@@ -313,6 +359,8 @@ class Flow:
             return _failed(call, demand, grant, failed)
         finally:
             relay.report()  # who gives the place back asks the call what it used
+            if meter is not None:
+                meter.end(call.usage, relay.ended_of_itself)
             call.held_seconds += time.monotonic() - call.sent_at
             if prefill_over:
                 prefill_over.cancel()
@@ -341,6 +389,18 @@ class Flow:
             if not failed.connecting and not await self._background.end(place):
                 failed.final = True
             raise
+
+    def _meter(self, call: Call, demand: Demand, grant: Grant, reservation: Reservation) -> Meter | None:
+        if call.law is None:
+            return None
+        unmetered = Unmetered(call.fleet.name, call.fleet.engines.pool(grant.replica))
+        return Meter(
+            Growth(demand, call.law),
+            reservation,
+            call.fleet.lengths,
+            call.kind,
+            partial(self._observer, unmetered),
+        )
 
     async def _exchange(self, request: UpstreamRequest, relay: Relay) -> None:
         """One engine's whole answer.  Raises UpstreamFailed."""
@@ -398,7 +458,7 @@ async def _would_refuse(call: Call, asks: Sequence[Outlook], lines: ExitStack) -
     """Of all lanes that it may go to, the last one's.  While `lines` last it is ahead of who asks later."""
     refusal, ledger = None, call.fleet.ledger
     for outlook in asks:
-        likely = call.admission(outlook.likely)
+        likely = call.admission(outlook.likely, call.holding(outlook.smallest))
         ahead = lines.enter_context(ledger.counted(likely))
         refusal = await ledger.would_refuse(likely, outlook.blocks_min, ahead)
         if refusal is None:
@@ -422,6 +482,12 @@ def _response_id(call: Call, replica: str) -> str:
         return ""
     random = secrets.token_hex(responses.RANDOM_CHARS // 2)
     return responses.new_id(random, (call.fleet.name, replica), call.terms.caller)
+
+
+def _not_kept(lane: str) -> Refusal:
+    """The settings do not allow that, but they may have changed since the key was read."""
+    words = f"mode guaranteed was promised to this key, and every pool of lane {lane} is elastic"
+    return Refusal(Code.NO_BACKEND, words, should_retry=False)
 
 
 class _UnknownReplica(Exception):

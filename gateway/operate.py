@@ -10,6 +10,7 @@ from typing import Any
 from gateway.adminclient import AdminClient, field
 from gateway.table import table
 
+LENGTHS_HEAD = ("TOKENS", "REACHED", "ENDED", "SURVIVAL")
 HEAD = ("FLEET", "POOL", "REPLICA", "STATE", "WHY", "LIMIT", "RESERVED", "SEQUENCES")
 
 
@@ -45,8 +46,16 @@ def gate(parsed: argparse.Namespace, environ: Mapping[str, str]) -> int:
     return 0
 
 
+def add_status_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--lengths", action="store_true", help="how much calls write, as the gateways have learned it"
+    )
+
+
 def status(parsed: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """0: the gateway gets traffic; 1: it does not."""
+    if parsed.lengths:
+        return _lengths(environ)
     told = AdminClient(environ).get("/state")
     fleets, ready = field(told, "fleets"), field(told, "ready")
     rows = [row for name, fleet in fleets.items() for row in _replica_rows(name, fleet)]
@@ -55,6 +64,25 @@ def status(parsed: argparse.Namespace, environ: Mapping[str, str]) -> int:
         print(_fleet_line(name, fleet))
     print("ready" if ready else "not ready")
     return 0 if ready else 1
+
+
+def _lengths(environ: Mapping[str, str]) -> int:
+    told = AdminClient(environ).get("/lengths")
+    found = False
+    for name, kinds in field(told, "fleets").items():
+        for kind in kinds:
+            found = True
+            print(
+                f"fleet {name}, class {kind['class']}, {kind['model'] or 'other models'}: {kind['calls']} calls"
+            )
+            print("\n".join(table(LENGTHS_HEAD, [_age_row(age) for age in kind["ages"]])))
+    if not found:
+        print("nothing was learned yet: no elastic call has written anything")
+    return 0
+
+
+def _age_row(age: Mapping[str, Any]) -> list[str]:
+    return [f"{age['tokens']}", f"{age['entered']:g}", f"{age['ended']:g}", f"{age['survival']:.3f}"]
 
 
 def _replica_fields(parsed: argparse.Namespace) -> dict[str, str]:

@@ -6,7 +6,7 @@ The store adds up what all gateways see, halves what is old, and forgets nearly 
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from gateway.core.lengths import AGES, Lengths, News
+from gateway.core.lengths import AGES, BUCKETS, HALF, Lengths, News
 
 KINDS_MAX = 64
 """Of one fleet; beyond it calls are told apart by their class alone, of which there are 8 at most."""
@@ -78,6 +78,20 @@ class LearnedLengths:
         for bucket, (entered, left) in news.items():
             before = mine.get(bucket, (0, 0))
             mine[bucket] = (before[0] + entered, before[1] + left)
+
+
+def ages(lengths: Lengths) -> list[dict[str, float]]:
+    """For operators: of each age that was seen how many calls reached it, ended within it, and the part that does."""
+    seen = [k for k in range(BUCKETS) if lengths.entries[k]]
+    return [
+        {
+            "tokens": AGES[k],
+            "entered": lengths.entries[k] / HALF,
+            "ended": lengths.exits[k] / HALF,
+            "survival": lengths.survival(AGES[k]),
+        }
+        for k in seen
+    ]
 
 
 def quantile(lengths: Lengths, part: float) -> int | None:

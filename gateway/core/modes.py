@@ -3,13 +3,15 @@
 from collections.abc import Collection
 from enum import StrEnum
 
+from gateway.core import elastic
+
 
 class Mode(StrEnum):
-    GUARANTEED = "guaranteed"
+    GUARANTEED = elastic.GUARANTEED
     """All that a call may come to need: nothing that runs there is ever preempted."""
-    ELASTIC = "elastic"
+    ELASTIC = elastic.ELASTIC
     """What a call may need until it grows: more calls run at once, and a preemption is rare, not impossible."""
-    SHARED = "shared"
+    SHARED = elastic.SHARED
     """Both, side by side: the engine preempts those that are elastic first."""
 
 

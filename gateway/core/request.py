@@ -178,6 +178,11 @@ class GenerationRequest(Request, frozen=True, kw_only=True):
     def sequences(self) -> int:
         return self.prompt_count * self.sequences_per_prompt
 
+    @property
+    def is_metered(self) -> bool:
+        """Its answer can tell with each event how many tokens its one sequence has."""
+        return self.stream and self.sequences == 1 and self.endpoint in (Endpoint.CHAT, Endpoint.COMPLETIONS)
+
     def not_taken(self, rule: MediaRule) -> Refusal | None:
         refusals = (
             rule.refusal(prompt.sources, self.prompt_field)

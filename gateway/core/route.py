@@ -149,7 +149,16 @@ class Outlook:
     """What is known of a call in one lane before its tokens are counted."""
 
     blocks_min: int
+    tokens_min: int
+    """Of its prompt."""
     likely: Demand
+
+    @property
+    def smallest(self) -> Demand:
+        """The call at its least."""
+        return msgspec.structs.replace(
+            self.likely, longest_prompt_tokens=self.tokens_min, blocks=self.blocks_min
+        )
 
 
 @dataclass(slots=True)
@@ -277,7 +286,7 @@ def outlooks(
         likely = _largest(fleet, request, smallest[lanes[-1]])
     ordered = sorted(lanes, key=lambda lane: lane == likely.lane)
     return tuple(
-        Outlook(smallest[lane].blocks, msgspec.structs.replace(likely, lane=lane)) for lane in ordered
+        Outlook(smallest[lane].blocks, low, msgspec.structs.replace(likely, lane=lane)) for lane in ordered
     )
 
 

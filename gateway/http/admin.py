@@ -56,6 +56,7 @@ def create_api(
     ready: Callable[[], str],
     metrics: Callable[[], Awaitable[tuple[bytes, str]]],
     state: State,
+    lengths: Callable[[], Mapping[str, Any]],
     desk: Desk,
     fleet_desk: FleetDesk,
     admin_token: str | None,
@@ -66,7 +67,7 @@ def create_api(
     api.include_router(_probes(ready, metrics, version))
     api.include_router(_models(keys, fleets))
     if admin_token:
-        api.include_router(_admin(state, desk, fleet_desk, admin_token))
+        api.include_router(_admin(state, lengths, desk, fleet_desk, admin_token))
     api.add_exception_handler(_Refused, _on_refused)
     api.add_exception_handler(HTTPException, _on_http_exception)
     api.add_exception_handler(Exception, _on_exception)
@@ -136,12 +137,22 @@ def _model(name: str, fleet: Fleet) -> dict[str, Any]:
     }
 
 
-def _admin(state: State, desk: Desk, fleet_desk: FleetDesk, token: str) -> APIRouter:
+def _admin(
+    state: State,
+    lengths: Callable[[], Mapping[str, Any]],
+    desk: Desk,
+    fleet_desk: FleetDesk,
+    token: str,
+) -> APIRouter:
     router = APIRouter(prefix="/admin/v1", dependencies=[Depends(_bearer(token))])
 
     @router.get("/state")
     async def read_state() -> Response:
         return JSONResponse(await state())
+
+    @router.get("/lengths")
+    async def read_lengths() -> Response:
+        return JSONResponse(lengths())
 
     @router.post("/cut")
     async def cut(request: Request) -> Response:

@@ -134,6 +134,12 @@ class AnswerRelay:
         return Course(self._stream.events, self._first_at, self._event_times[-1])
 
     @property
+    def ended_of_itself(self) -> bool:
+        return (
+            self.complete and self._stream is not None and self._stream.finish_reason not in (None, "length")
+        )
+
+    @property
     def streams(self) -> bool:
         return self._stream is not None
 
@@ -175,7 +181,12 @@ class AnswerRelay:
             return MessagesInspector()
         if self._is_response:
             return ResponsesInspector()
-        return StreamInspector(drop_usage=not self._call.request.include_usage_asked)
+        metered, request = self._call.meter is not None, self._call.generation
+        return StreamInspector(
+            drop_usage=not request.include_usage_asked,
+            metered=metered,
+            cut_usage=metered and not request.meter_asked,
+        )
 
     async def head(self, status: int, headers: Headers) -> None:
         named = dict(headers)
@@ -199,6 +210,7 @@ class AnswerRelay:
         events_before = stream.events
         forward = stream.feed(data)
         call.usage, call.output_events = stream.usage, stream.events
+        self._note_usage(stream)
         self._note_event(True, stream.events - events_before)
         if forward:
             writer.write(forward)
@@ -210,11 +222,35 @@ class AnswerRelay:
         stream, writer = self._stream, self._writer
         if writer is None or stream is None or not writer.takes_chunks():
             return False
+        if stream.metered:
+            return self._take_metered(stream, writer, chunk, start)
         if not stream.passes(chunk, start, len(chunk) - 2):
             return False
         self._note_time()
         writer.write_chunk(chunk)
         return True
+
+    def _take_metered(self, stream: StreamInspector, writer: Writer, chunk: bytes, start: int) -> bool:
+        end = len(chunk) - 2
+        event = stream.passes_metered(chunk, start, end)
+        if event is None:
+            return False
+        self._note_usage(stream)
+        self._note_time()
+        if len(event) == end - start:
+            writer.write_chunk(chunk)
+        else:
+            writer.write(event)
+        return True
+
+    def _note_usage(self, stream: StreamInspector) -> None:
+        meter, usage = self._call.meter, stream.usage
+        if meter is None:
+            return
+        if stream.unmetered:
+            meter.lose()
+        elif usage is not None and (usage.completion_tokens or 0) >= meter.due:
+            meter.note(usage)
 
     async def body(self, data: bytes) -> None:
         if self._stream is None:
@@ -223,6 +259,7 @@ class AnswerRelay:
         events_before, started_before = stream.events, stream.started
         forward = stream.feed(data)
         self._call.usage, self._call.output_events = stream.usage, stream.events
+        self._note_usage(stream)
         if not stream.started:
             self._held += forward[: stream.opening_bytes_max - len(self._held)]
         else:
@@ -325,7 +362,7 @@ class AnswerRelay:
         Whoever ends the answer asks for the rest.
         """
         if self._stream is not None:
-            self._call.output_events = self._stream.events
+            self._call.usage, self._call.output_events = self._stream.usage, self._stream.events
         times = self._event_times
         if len(times) > 1:
             call = self._call

@@ -140,6 +140,21 @@ class Counted:
         self.shared = Counter(
             "kvgate_share_admissions", "Calls admitted by a process alone, without the store", ("fleet",)
         )
+        self.overdrafts = Counter(
+            "kvgate_overdrafts",
+            "Growths of calls that their replica had no blocks left for",
+            ("fleet", "pool", "replica"),
+        )
+        self.unmetered = Counter(
+            "kvgate_unmetered_streams",
+            "Elastic calls whose engine did not report tokens, and which hold all of their demand",
+            ("fleet", "pool"),
+        )
+        self.surprises = Counter(
+            "kvgate_length_surprises",
+            "Times that calls wrote more than was learned, which was then forgotten",
+            ("fleet", "class"),
+        )
         self.reload_failures = Counter("kvgate_reload_failures", "Changes of a file not used", ("file",))
         for file in ("config", "keys", "jwt", "replicas"):
             self.reload_failures.add((file,), 0)
@@ -181,7 +196,8 @@ class Counted:
         )
         self.store = Histogram("kvgate_store_seconds", "Round trips to the store", (), STORE_SECONDS)
         self._counters = (
-            self.calls, self.expired, self.healed, self.shared, self.reload_failures, self.calls_lost,
+            self.calls, self.expired, self.healed, self.shared, self.overdrafts, self.unmetered, self.surprises,
+            self.reload_failures, self.calls_lost,
         )  # fmt: skip
         self._histograms = (
             self.refusals, self.waits, self.predictions, self.ttft, self.gaps, self.unused, self.errors, self.store,

@@ -20,10 +20,14 @@ from gateway.core.events import (
     FirstToken,
     Healed,
     LeaseLost,
+    LengthSurprise,
+    Overdraft,
     StoreAnswered,
     StoreUp,
     TokenGaps,
+    Unmetered,
 )
+from gateway.core.learned import QUANTILES
 from gateway.core.quota import ALL_FLEETS
 from gateway.core.rests import Why
 from gateway.telemetry.counted import Counted, Labels, Snapshot, Totals
@@ -96,6 +100,13 @@ class Metrics:
             AdmittedByShare: lambda event: self._counted.shared.add((self._known.fleet(event.fleet),)),
             LeaseLost: lambda event: self._counted.expired.add((self._known.fleet(event.fleet),)),
             Healed: lambda event: self._counted.healed.add((self._known.fleet(event.fleet),), event.count),
+            Overdraft: lambda event: self._counted.overdrafts.add(
+                self._known.replica(event.fleet, event.pool, event.replica)
+            ),
+            Unmetered: lambda event: self._counted.unmetered.add(self._known.pool(event.fleet, event.pool)),
+            LengthSurprise: lambda event: self._counted.surprises.add(
+                (self._known.fleet(event.fleet), self._known.class_(event.class_))
+            ),
         }
 
     def __call__(self, event: Event) -> None:
@@ -227,6 +238,20 @@ class Metrics:
         yield gauge("kvgate_replica_rests", text, (*places, "why"), rests)
         yield gauge("kvgate_gate_closed", "1 while an operator keeps it closed", ("fleet",), closed)
         yield gauge("kvgate_queue_depth", "Calls waiting", ("fleet", "lane", "class"), depth)
+        yield self._lengths_gauge()
+
+    def _lengths_gauge(self) -> Metric:
+        """The models are those of the settings."""
+        tokens: dict[Labels, float] = {}
+        for fleet, state in list(self._states.items()):
+            for kind in state.get("lengths", ()):
+                labels = (fleet, self._known.class_(kind["class"]), kind["model"])
+                for quantile in QUANTILES:
+                    found = kind.get(f"p{quantile * 100:g}")
+                    if found is not None:
+                        tokens[*labels, f"{quantile:g}"] = found
+        text = "Tokens that this part of a class's elastic calls stays within, as learned"
+        return gauge("kvgate_learned_length_tokens", text, ("fleet", "class", "model", "quantile"), tokens)
 
     def _replicas(self, fleet: str, state: Mapping[str, Any]) -> Iterator[tuple[Labels, Mapping[str, Any]]]:
         for pool, inside in _items(state.get("pools")):

@@ -141,7 +141,10 @@ class WatchedEngines:
 
     def books_config(self) -> FleetConfig:
         """What the ledger is told; a replica that does not answer keeps what the store has of it."""
-        replicas = tuple(_replica_config(state, self._plan.safe_fraction) for state in self._watch.states())
+        replicas = tuple(
+            _replica_config(state, self._plan.safe_fraction, self._mode(state.spec.pool))
+            for state in self._watch.states()
+        )
         plan = self._plan
         overtake = plan.overtake_blocks
         return FleetConfig(
@@ -211,13 +214,15 @@ def _can_hold(shape: ReplicaShape | None, blocks: int, sequences: int) -> bool:
     return shape is not None and blocks < shape.num_gpu_blocks and sequences <= shape.max_num_seqs
 
 
-def _replica_config(state: ReplicaState, safe_fraction: float) -> ReplicaConfig:
+def _replica_config(state: ReplicaState, safe_fraction: float, mode: Mode) -> ReplicaConfig:
     shape = state.shape
     if shape is None or not state.up:
-        return ReplicaConfig(state.spec.name, state.spec.pool)
+        return ReplicaConfig(state.spec.name, state.spec.pool, mode=mode.value)
     limit = blocks_limit(shape.num_gpu_blocks, safe_fraction)
     usable = shape.num_gpu_blocks - 1
-    return ReplicaConfig(shape.name, shape.pool, limit, usable, shape.max_num_seqs, shape.prefill_tokens)
+    return ReplicaConfig(
+        shape.name, shape.pool, limit, usable, shape.max_num_seqs, shape.prefill_tokens, mode.value
+    )
 
 
 def _pool_shape(name: str, max_prompt_tokens: int | None, replicas: list[ReplicaShape]) -> PoolShape:

@@ -16,7 +16,9 @@ from gateway.call import Fleet
 from gateway.core.content import Share
 from gateway.core.events import CallEnded, Event
 from gateway.core.identity import Identity
+from gateway.core.learned import LearnedLengths
 from gateway.core.media import USUAL, MediaRule
+from gateway.core.modes import Mode
 from gateway.core.outcomes import Outcome
 from gateway.core.prompt import Text, literal_text, text_bytes
 from gateway.core.quota import ALL_FLEETS
@@ -106,7 +108,9 @@ class World:
         counter: Counter,
         store: "redis.Redis[bytes]",
         limits: ValkeyLedger,
+        lengths: LearnedLengths,
     ) -> None:
+        self.lengths = lengths
         self.replicas = replicas
         self.ledger = ledger
         self.limits = limits
@@ -230,12 +234,20 @@ async def gateway(
     unreserved_max: int = 64,
     media: MediaRule = USUAL,
     background_seconds: float = LONG,
+    mode: Mode = Mode.GUARANTEED,
+    promise: Mode | None = None,
+    ttft_ms: int | None = None,
+    lengths: LearnedLengths | None = None,
 ) -> AsyncIterator[World]:
-    """`urls` and `blocks` (`num_gpu_blocks`, 1,001 by default) by replica; all replicas are of one pool, `short`."""
+    """`urls` and `blocks` (`num_gpu_blocks`, 1,001 by default) by replica; all replicas are of one pool, `short`.
+
+    `mode` is the pool's, `promise` what the class was promised; `lengths`: what is known of how much calls write.
+    """
     name = f"fleet-{next(_fleet_numbers)}"
     facts: list[Event] = []
     replicas = Replicas(urls, blocks or {}, prefill_tokens)
-    engines = WatchedEngines(_plan(name, learns, media), replicas)  # type: ignore[arg-type]
+    engines = WatchedEngines(_plan(name, learns, media, mode), replicas)  # type: ignore[arg-type]
+    lengths = lengths or LearnedLengths()
     clock = {} if now is None else {"now": now}
     ledger = ValkeyLedger(
         store_url,
@@ -258,11 +270,11 @@ async def gateway(
     counter = counter or WordCounter()
     calls = Calls()
     proxy = Proxy(
-        Flow(counter, upstream, limits_ledger, background_seconds),
+        Flow(counter, upstream, limits_ledger, facts.append, background_seconds),
         Callers(Keyring((), key or anonymous("normal"))),
-        {"demo": Fleet(name, engines, ledger, model_counter)},
+        {"demo": Fleet(name, engines, ledger, model_counter, lengths=lengths)},
         replace(
-            _settings(wait_ms, queue_max),
+            _settings(ClassTerms(wait_ms, queue_max, queue_max, ttft_ms, promise)),
             pass_through=frozenset(pass_through),
             unreserved_max=unreserved_max,
         ),
@@ -276,7 +288,7 @@ async def gateway(
     try:
         await soon(lambda: all(each.ready for each in ledgers), "the gate is open")
         facts.clear()
-        yield World(replicas, ledger, proxy, calls, facts, counter, store, limits_ledger)
+        yield World(replicas, ledger, proxy, calls, facts, counter, store, limits_ledger, lengths)
     finally:
         store.close()
         await asyncio.gather(*(each.close(2) for each in ledgers))
@@ -286,7 +298,7 @@ async def gateway(
         await upstream.close()
 
 
-def _plan(name: str, learns: bool, media: MediaRule) -> FleetPlan:
+def _plan(name: str, learns: bool, media: MediaRule, mode: Mode) -> FleetPlan:
     return FleetPlan(
         name=name,
         model="demo",
@@ -303,13 +315,14 @@ def _plan(name: str, learns: bool, media: MediaRule) -> FleetPlan:
         overtake_blocks=None,
         pools=(("short", None),),
         lanes={"short": ("short",)},
+        modes={"short": mode},
         classes=CLASSES,
         lease_ms=LEASE_MS,
         heartbeat_ms=HEARTBEAT_MS,
     )
 
 
-def _settings(wait_ms: int, queue_max: int) -> EdgeSettings:
+def _settings(normal: ClassTerms) -> EdgeSettings:
     return EdgeSettings(
         body_bytes_max=1 << 23,
         body_seconds=LONG,
@@ -317,7 +330,7 @@ def _settings(wait_ms: int, queue_max: int) -> EdgeSettings:
         n_max=16,
         overload_status=429,
         show_replica=True,
-        classes={"normal": ClassTerms(wait_ms, queue_max, queue_max)},
+        classes={"normal": normal},
         default_class="normal",
         retry_share=0.2,
     )

@@ -165,7 +165,7 @@ class Gateway:
 
     def _edge(self, random_: random.Random, queue_max: int) -> Proxy:
         return Proxy(
-            Flow(WordCounter(), self.client, self.ledger),  # no key has limits over all fleets
+            Flow(WordCounter(), self.client, self.ledger, self.observe),  # no key has limits over all fleets
             Callers(Keyring(keys(), None)),
             {FLEET: Fleet(FLEET, self._known, self.ledger)},
             _settings(queue_max),

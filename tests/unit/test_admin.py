@@ -22,7 +22,7 @@ async def test_who_leaves_before_the_body_is_there_is_no_error_of_ours() -> None
     """What the server cannot handle is a traceback in the log."""
     callers, desk = Callers(Keyring((), None)), cast(Desk, SimpleNamespace(create=None))
     fleet_desk = cast(FleetDesk, SimpleNamespace())
-    api = create_api(callers, {}, lambda: "", no_metrics, no_state, desk, fleet_desk, TOKEN, "1")
+    api = create_api(callers, {}, lambda: "", no_metrics, no_state, dict, desk, fleet_desk, TOKEN, "1")
     sent: list[MutableMapping[str, Any]] = []
 
     async def left() -> MutableMapping[str, Any]:

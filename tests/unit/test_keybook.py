@@ -192,7 +192,15 @@ def test_the_key_that_a_group_has_its_limits_from_stays(book: Book) -> None:
 def test_what_operators_see(book: Book) -> None:
     book.file_has(entry("a", expires="2027-01-31", limits={"requests_max": 2, "minute_burst": 0.5}))
     book.store_has(entry("b", models=["m"], group="g", weight=3, **{"class": "low"}))
-    plain = {"class": "normal", "weight": 1, "group": None, "models": None, "limits": {}, "expires": None}
+    plain = {
+        "class": "normal",
+        "mode": None,
+        "weight": 1,
+        "group": None,
+        "models": None,
+        "limits": {},
+        "expires": None,
+    }
     limits = {"requests_max": 2, "minute_burst": 0.5}
     expires = "2027-01-31T00:00:00Z"
     a = {
