@@ -18,6 +18,7 @@ additive: who adds a path can take the same one away.
 import math
 import struct
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 GUARANTEED, ELASTIC, SHARED = "guaranteed", "elastic", "shared"
 """Modes of a replica: every call there is charged in full; none there was promised that; or both, side by side."""
@@ -71,15 +72,19 @@ def path_of(
     base: int,
     ahead: int = 0,
 ) -> Path:
-    """Of a call that has written so many of at most `output_tokens`.  At most what its whole demand adds."""
+    """Of a call that has written so many of at most `output_tokens`.  At most what its whole demand adds.
+
+    A horizon stands for the time since the one before it: a call that reaches its limit between two of them holds most
+    there, and without anything learned all of the demands have to fit at once.
+    """
     grown, alive = next_growth(written, output_tokens), max(survival(written), 1e-300)
     points: list[int] = []
-    for horizon in HORIZONS:
-        if written + horizon >= output_tokens:
+    for since, horizon in pairwise((0, *HORIZONS)):
+        if written + since >= output_tokens:
             points += (0,) * len(TILTS)
             continue
         blocks = blocks_at(prompt_tokens, min(grown + horizon, output_tokens), block_size, ahead)
-        share = min(survival(written + horizon) / alive, 1.0)
+        share = min(survival(min(written + horizon, output_tokens)) / alive, 1.0)
         points += (_point(blocks, share, tilt / base) for tilt in TILTS)
     return tuple(points)
 

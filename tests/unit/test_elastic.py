@@ -3,6 +3,7 @@
 import math
 import random
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -98,9 +99,23 @@ def test_who_knows_nothing_holds_what_a_call_may_need_until_it_may_not_write_any
     written = min(written, limit)
     path = path_of(prompt, limit, written, lambda _: 1.0, BLOCK_SIZE, base)
     grown = next_growth(written, limit)
-    for horizon in HORIZONS:
+    for since, horizon in pairwise((0, *HORIZONS)):
         blocks = blocks_at(prompt, min(grown + horizon, limit), BLOCK_SIZE, 0)
-        assert set(at(path, horizon)) == {0 if written + horizon >= limit else blocks * SCALE}
+        assert set(at(path, horizon)) == {0 if written + since >= limit else blocks * SCALE}
+
+
+@given(PROMPTS, OUTPUTS, st.integers(0, 40_000), BASES, st.lists(st.integers(0, 20_000), max_size=20))
+def test_who_knows_nothing_expects_all_that_a_call_may_hold_at_any_time(
+    prompt: int, limit: int, written: int, base: int, times: list[int]
+) -> None:
+    """Between two horizons, too: so that without anything learned all demands fit together."""
+    written = min(written, limit)
+    path = path_of(prompt, limit, written, lambda _: 1.0, BLOCK_SIZE, base)
+    for since, horizon in pairwise((0, *HORIZONS)):
+        for time in (since, since + 1, horizon - 1, limit - written - 1, *times):
+            if since <= time < horizon and written + time < limit:
+                holds = blocks_at(prompt, written + time + 1, BLOCK_SIZE, 0)
+                assert min(at(path, horizon)) >= holds * SCALE
 
 
 @given(PROMPTS, OUTPUTS, st.integers(0, 40_000), survivals(), BASES)
@@ -109,15 +124,16 @@ def test_a_path_is_nothing_beyond_the_limit(
 ) -> None:
     written = min(written, limit)
     path = path_of(prompt, limit, written, survival, BLOCK_SIZE, base)
-    for horizon in HORIZONS:
-        assert written + horizon < limit or set(at(path, horizon)) == {0}
+    for since, horizon in pairwise((0, *HORIZONS)):
+        assert written + since < limit or set(at(path, horizon)) == {0}
 
 
-@pytest.mark.parametrize("horizon", HORIZONS)
-def test_who_reaches_the_limit_at_a_horizon_is_gone_by_then(horizon: int) -> None:
+@pytest.mark.parametrize(("horizon", "following"), list(pairwise(HORIZONS)))
+def test_who_reaches_the_limit_at_a_horizon_is_gone_after_it(horizon: int, following: int) -> None:
     for limit, there in ((horizon + 100, False), (horizon + 101, True)):
         path = path_of(50, limit, 100, lambda _: 1.0, BLOCK_SIZE, 1024)
-        assert any(at(path, horizon)) == there
+        assert any(at(path, horizon))
+        assert any(at(path, following)) == there
 
 
 @given(
