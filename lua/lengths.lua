@@ -1,9 +1,9 @@
 -- What the gateways of a fleet learn of how much its calls write.  Not admission state: losing it costs room, no safety.
 -- KEYS: lengths
---   lengths  kind -> `entries exits deficit variance`: entries and exits of each bucket, in halves, by commas
+--   lengths  kind -> `entries exits missing variance`: entries and exits of each bucket, in halves, by commas
 -- `core/lengths.py` says what the numbers mean.
-local BUCKETS, PRIOR, ENTRIES_MAX, HAZARD_MAX = 26, 8, 1000, 0.98
-local SURPRISE_DECAY, SURPRISE_SIGMAS, SURPRISE_LEFT = 0.99, 4, 10
+local BUCKETS, PRIOR, HALF, ENTRIES_MAX, HAZARD_MAX = 26, 8, 2, 1000, 0.98
+local SURPRISE_DECAY, SURPRISE_SIGMAS, SURPRISE_ENDS, SURPRISE_LEFT = 0.98, 3.5, 4, 10
 local KINDS_MAX = 128
 
 local function numbers(text)
@@ -15,53 +15,54 @@ end
 -- A row that is none, or of another number of buckets, is begun anew.
 local function read_row(key, kind)
   local text = redis.call('HGET', key, kind) or ''
-  local entries, exits, deficit, variance = string.match(text, '^(%S+) (%S+) (%S+) (%S+)$')
+  local entries, exits, missing, variance = string.match(text, '^(%S+) (%S+) (%S+) (%S+)$')
   local row = {entries = numbers(entries), exits = numbers(exits)}
-  row.deficit, row.variance = tonumber(deficit), tonumber(variance)
-  if #row.entries == BUCKETS and #row.exits == BUCKETS and row.deficit and row.variance then return row end
-  row = {entries = {}, exits = {}, deficit = 0, variance = 0}
+  row.missing, row.variance = tonumber(missing), tonumber(variance)
+  if #row.entries == BUCKETS and #row.exits == BUCKETS and row.missing and row.variance then return row end
+  row = {entries = {}, exits = {}, missing = 0, variance = 0}
   for i = 1, BUCKETS do row.entries[i], row.exits[i] = 0, 0 end
   return row
 end
 
 local function write_row(key, kind, row)
   local counts = table.concat(row.entries, ',') .. ' ' .. table.concat(row.exits, ',')
-  redis.call('HSET', key, kind, string.format('%s %.9g %.9g', counts, row.deficit, row.variance))
+  redis.call('HSET', key, kind, string.format('%s %.12g %.12g', counts, row.missing, row.variance))
 end
 
--- Whether fewer calls end, by what was known until now, than can be chance.  Then nearly all of it is forgotten.
-local function surprised(row, entered, left)
-  for i = 1, BUCKETS do
-    local ended = (left[i] or 0) / 2
-    local passed = ended + math.max(entered[i + 1] or 0, 0) / 2
-    if passed > 0 then
-      local hazard = math.min(row.exits[i] / (row.entries[i] + PRIOR * 2), HAZARD_MAX)
-      local kept = SURPRISE_DECAY ^ passed
-      row.deficit = row.deficit * kept + passed * hazard - ended
-      row.variance = row.variance * kept + passed * hazard * (1 - hazard)
-      if row.deficit > SURPRISE_SIGMAS * math.sqrt(row.variance) + 1 then return true end
-    end
+-- So many calls left a bucket, of which so many ended there, where the part `hazard` was expected to.
+local function observe(row, calls, ended, hazard)
+  local expected, weight = calls * hazard, 1
+  local fading = -expected * math.log(SURPRISE_DECAY)
+  if fading > 1e-6 then weight = (1 - math.exp(-fading)) / fading end
+  row.missing = row.missing * math.exp(-fading) + weight * (expected - ended)
+  row.variance = row.variance * math.exp(-fading) + weight * expected * (1 - hazard)
+end
+
+local function divide(row, bucket, by)
+  row.entries[bucket], row.exits[bucket] = math.floor(row.entries[bucket] / by), math.floor(row.exits[bucket] / by)
+end
+
+-- `core/lengths.py` has it as `merge`.  Whether fewer calls ended, by what was known until now, than can be chance:
+-- then nearly all of it is forgotten.
+local function merge(row, entered, left)
+  for i = 1, BUCKETS - 1 do
+    local ended = left[i] or 0
+    local hazard = math.min(row.exits[i] / (row.entries[i] + PRIOR * HALF), HAZARD_MAX)
+    observe(row, (ended + math.max(entered[i + 1] or 0, 0)) / HALF, ended / HALF, hazard)
   end
-  return false
-end
-
-local function forget(row)
-  for i = 1, BUCKETS do
-    row.entries[i] = math.floor(row.entries[i] / SURPRISE_LEFT)
-    row.exits[i] = math.floor(row.exits[i] / SURPRISE_LEFT)
-  end
-  row.deficit, row.variance = 0, 0
-end
-
--- What changes counts half from then on.
-local function add(row, entered, left)
   for i = 1, BUCKETS do
     row.entries[i] = math.max(row.entries[i] + (entered[i] or 0), 0)
     row.exits[i] = math.max(row.exits[i] + (left[i] or 0), 0)
-    if row.entries[i] > ENTRIES_MAX * 2 then
-      row.entries[i], row.exits[i] = math.floor(row.entries[i] / 2), math.floor(row.exits[i] / 2)
-    end
   end
+  local surprised = row.missing > SURPRISE_SIGMAS * math.sqrt(row.variance) + SURPRISE_ENDS
+  if surprised then
+    for i = 1, BUCKETS do divide(row, i, SURPRISE_LEFT) end
+    row.missing, row.variance = 0, 0
+  end
+  for i = 1, BUCKETS do
+    if entered[i] and row.entries[i] > ENTRIES_MAX * HALF then divide(row, i, 2) end
+  end
+  return surprised
 end
 
 -- By kind what one gateway has seen: {kind, {entered by bucket}, {left by bucket}}, in the order in which they came.
@@ -85,11 +86,7 @@ function lengths.share(keys, args)
   for _, news in ipairs(read_news(args)) do
     if redis.call('HLEN', key) < KINDS_MAX or redis.call('HEXISTS', key, news.kind) == 1 then
       local row = read_row(key, news.kind)
-      if surprised(row, news.entered, news.left) then
-        surprises[#surprises + 1] = news.kind
-        forget(row)
-      end
-      add(row, news.entered, news.left)
+      if merge(row, news.entered, news.left) then surprises[#surprises + 1] = news.kind end
       write_row(key, news.kind, row)
     end
   end

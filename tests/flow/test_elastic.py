@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from gateway.core.elastic import blocks_at
-from gateway.core.events import CallEnded, Unmetered
+from gateway.core.events import CallEnded, Overdraft, Unmetered
 from gateway.core.learned import LearnedLengths
-from gateway.core.lengths import Watched
+from gateway.core.lengths import BUCKETS, Watched
 from gateway.core.modes import Mode
 from gateway.core.outcomes import Code, Outcome
 from gateway.mock.engine import EngineConfig
@@ -186,14 +186,15 @@ async def test_it_holds_what_it_needs_until_it_grows(store_url: str) -> None:
 
 async def test_it_grows_above_what_there_is(store_url: str) -> None:
     """What is written is written: the store takes it down, and tells."""
-    async with streaming(store_url, lengths=known(200), blocks={"a": 65}) as stream:
-        stream.engine.write(counted(1))
+    sure = LearnedLengths()
+    sure.learn({KIND: [(bucket, 2000, 2000 if 4 <= bucket < 9 else 0) for bucket in range(BUCKETS)]})
+    async with streaming(store_url, lengths=sure, blocks={"a": 65}) as stream:
         await stream.holds(held(64))
-        give_back = await stream.world.hold(50, held=50, base=0)
-        stream.engine.write(counted(500))
-        await stream.holds(held(564) + 50)
-        found = [fact for fact in stream.world.facts if type(fact).__name__ == "Overdraft"]
-        assert [(fact.replica, fact.blocks) for fact in found] == [("a", held(564) + 50 - 64)]  # type: ignore[union-attr]
+        give_back = await stream.world.hold(20)
+        stream.engine.write(counted(950))
+        await stream.holds(held(1000) + 20)
+        found = [fact for fact in stream.world.facts if isinstance(fact, Overdraft)]
+        assert [(fact.replica, fact.blocks) for fact in found] == [("a", held(1000) + 20 - 64)]
         give_back()
         stream.engine.end(counted(501, "stop"))
         await stream.ended()
@@ -206,7 +207,7 @@ async def test_without_counts_it_holds_all_at_once(store_url: str) -> None:
         await stream.holds(held(1000))
         stream.engine.end(event("x", "stop"))
         visitor = await stream.ended()
-        assert [type(fact) for fact in stream.world.facts].count(Unmetered) == 1
+        assert sum(isinstance(fact, Unmetered) for fact in stream.world.facts) == 1
         assert visitor.body.count(b"content") == 4
         assert not stream.world.lengths.has_news
 

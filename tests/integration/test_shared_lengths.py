@@ -1,6 +1,5 @@
 """What is learned of how much calls write, shared through a real store."""
 
-import math
 import random
 from collections.abc import Iterator, Mapping
 from typing import NoReturn
@@ -11,7 +10,7 @@ import redis
 from gateway.core import lengths as core
 from gateway.core.events import LengthSurprise
 from gateway.core.learned import LearnedLengths, quantile
-from gateway.core.lengths import BUCKETS, Lengths, News, Watched
+from gateway.core.lengths import Lengths, Surprise, Watched, merge
 from gateway.ledger.embedded import EmbeddedStore
 from gateway.ledger.lengths import SharedLengths
 from gateway.ledger.scripts import fleet_keys
@@ -200,58 +199,25 @@ async def test_kinds_are_bounded(store: EmbeddedStore) -> None:
     assert sum(lengths.seen for _, _, lengths in process.lengths) == 300
 
 
-class Row:
-    """The specification of `lua/lengths.lua`, in the words of `core/lengths.py`."""
-
-    def __init__(self) -> None:
-        self.lengths = Lengths()
-        self.deficit = self.variance = 0.0
-        self.surprises = 0
-
-    def share(self, news: News) -> None:
-        if self._surprises(news):
-            self.surprises += 1
-            self._scale(core.SURPRISE_LEFT, range(BUCKETS))
-            self.deficit = self.variance = 0.0
-        self.lengths.add(news)
-        many = [k for k in range(BUCKETS) if self.lengths.entries[k] > core.ENTRIES_MAX * core.HALF]
-        self._scale(2, many)
-
-    def _scale(self, parts: int, buckets: "range | list[int]") -> None:
-        for k in buckets:
-            self.lengths.entries[k] //= parts
-            self.lengths.exits[k] //= parts
-
-    def _surprises(self, news: News) -> bool:
-        for k in range(BUCKETS):
-            ended = news.get(k, (0, 0))[1] / core.HALF
-            passed = ended + max(news.get(k + 1, (0, 0))[0], 0) / core.HALF
-            if passed:
-                hazard = self.lengths.hazard(k)
-                kept = core.SURPRISE_DECAY**passed
-                self.deficit = self.deficit * kept + passed * hazard - ended
-                self.variance = self.variance * kept + passed * hazard * (1 - hazard)
-                if self.deficit > core.SURPRISE_SIGMAS * math.sqrt(self.variance) + 1:
-                    return True
-        return False
-
-
 @pytest.mark.parametrize("seed", range(6))
 async def test_the_store_does_what_is_specified(store: EmbeddedStore, seed: int) -> None:
-    chance, process, row = random.Random(seed), Process(store), Row()
+    chance, process = random.Random(seed), Process(store)
+    known, surprise, surprises = Lengths(), Surprise(), 0
     for step in range(40):
-        scale = 3 if step > 25 else 1
+        scale = 8 if step > 25 else 1
         news: dict[int, tuple[int, int]] = {}
         for _ in range(chance.choice((1, 5, 200))):
-            Watched().end(scale * chance.randrange(1, 500), chance.random() < 0.8, news)
+            Watched().end(scale * chance.randrange(50, 250), chance.random() < 0.8, news)
         process.lengths.observe(KIND, news)
-        row.share(news)
+        surprises += merge(known, surprise, news)
         await exchange(process)
-        assert (process.known.entries, process.known.exits) == (row.lengths.entries, row.lengths.exits)
-        assert len(process.surprises) == row.surprises
+        assert (process.known.entries, process.known.exits) == (known.entries, known.exits)
+        assert len(process.surprises) == surprises
         alarm = data(store).hget(KEY, KIND).split()[2:]  # type: ignore[union-attr]
-        assert [float(figure) for figure in alarm] == pytest.approx([row.deficit, row.variance], abs=1e-4)
-    assert row.surprises > 0
+        assert [float(figure) for figure in alarm] == pytest.approx(
+            [surprise.missing, surprise.variance], abs=1e-6
+        )
+    assert surprises > 0
 
 
 def test_the_key_is_beside_those_of_the_books() -> None:

@@ -62,8 +62,8 @@ def test_constants_are_the_specifications(lua: str, python: int) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("BUCKETS", "PRIOR", "ENTRIES_MAX", "HAZARD_MAX"),
-        *("SURPRISE_DECAY", "SURPRISE_SIGMAS", "SURPRISE_LEFT"),
+        *("BUCKETS", "PRIOR", "HALF", "ENTRIES_MAX", "HAZARD_MAX"),
+        *("SURPRISE_DECAY", "SURPRISE_SIGMAS", "SURPRISE_ENDS", "SURPRISE_LEFT"),
     ],
 )
 def test_constants_of_lengths_are_the_cores(name: str) -> None:
