@@ -204,10 +204,12 @@ async def test_the_store_does_what_is_specified(store: EmbeddedStore, seed: int)
     chance, process = random.Random(seed), Process(store)
     known, surprise, surprises = Lengths(), Surprise(), 0
     for step in range(40):
-        scale = 8 if step > 25 else 1
         news: dict[int, tuple[int, int]] = {}
         for _ in range(chance.choice((1, 5, 200))):
-            Watched().end(scale * chance.randrange(50, 250), chance.random() < 0.8, news)
+            if step < 25:
+                Watched().end(chance.randrange(50, 250), chance.random() < 0.8, news)
+            else:  # nobody ends any more
+                Watched().advance(chance.randrange(300, 900), news)
         process.lengths.observe(KIND, news)
         surprises += merge(known, surprise, news)
         await exchange(process)
