@@ -115,6 +115,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool = False
     include_usage_asked: bool = True
     """The client itself asked for the usage frame at the end of its stream."""
+    meter_asked: bool = False
+    """And for the usage until then in each of its events."""
     priority: int = 0
     """vLLM's: a higher number is less urgent, 0 is usual."""
     repeatable: bool = True
@@ -146,8 +148,6 @@ class GenerationRequest(Request, frozen=True, kw_only=True):
     """Have a stream end with its usage."""
     meter_edits: tuple[Edit, ...] = ()
     """The same, and have each of its events tell the usage until then."""
-    meter_asked: bool = False
-    """The client itself asked for the latter."""
     id_edit: Edit | None
     """Writes the id of a response that the engine may store, without its text."""
     background: bool = False

@@ -181,7 +181,7 @@ class AnswerRelay:
             return MessagesInspector()
         if self._is_response:
             return ResponsesInspector()
-        metered, request = self._call.meter is not None, self._call.generation
+        request, metered = self._call.request, self._call.meter is not None
         return StreamInspector(
             drop_usage=not request.include_usage_asked,
             metered=metered,

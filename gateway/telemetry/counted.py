@@ -125,6 +125,26 @@ class Histogram:
         return buckets
 
 
+def _of_elastic_calls() -> tuple[Counter, Counter, Counter]:
+    return (
+        Counter(
+            "kvgate_overdrafts",
+            "Growths of calls that their replica had no blocks left for",
+            ("fleet", "pool", "replica"),
+        ),
+        Counter(
+            "kvgate_unmetered_streams",
+            "Elastic calls whose engine did not report tokens, and which hold all of their demand",
+            ("fleet", "pool"),
+        ),
+        Counter(
+            "kvgate_length_surprises",
+            "Times that calls wrote more than was learned, which was then forgotten",
+            ("fleet", "class"),
+        ),
+    )
+
+
 class Counted:
     """Every counter and histogram of the gateway, of one process or added up over several."""
 
@@ -140,21 +160,7 @@ class Counted:
         self.shared = Counter(
             "kvgate_share_admissions", "Calls admitted by a process alone, without the store", ("fleet",)
         )
-        self.overdrafts = Counter(
-            "kvgate_overdrafts",
-            "Growths of calls that their replica had no blocks left for",
-            ("fleet", "pool", "replica"),
-        )
-        self.unmetered = Counter(
-            "kvgate_unmetered_streams",
-            "Elastic calls whose engine did not report tokens, and which hold all of their demand",
-            ("fleet", "pool"),
-        )
-        self.surprises = Counter(
-            "kvgate_length_surprises",
-            "Times that calls wrote more than was learned, which was then forgotten",
-            ("fleet", "class"),
-        )
+        self.overdrafts, self.unmetered, self.surprises = _of_elastic_calls()
         self.reload_failures = Counter("kvgate_reload_failures", "Changes of a file not used", ("file",))
         for file in ("config", "keys", "jwt", "replicas"):
             self.reload_failures.add((file,), 0)

@@ -49,7 +49,7 @@ def test_the_limit_is_that_of_each_and_written_once() -> None:
 def test_it_never_streams() -> None:
     """vLLM answers with one document even where a stream is asked for: there is no usage to ask for."""
     request = read([[USER]], stream=True)
-    assert (request.stream, request.usage_edit) == (False, None)
+    assert (request.stream, request.usage_edits) == (False, ())
     assert b"stream_options" not in forward(request, 4)
 
 

@@ -20,6 +20,7 @@ from gateway.call import Call
 from gateway.core.events import Event, TokenGaps
 from gateway.core.lifecycle import Phase
 from gateway.core.request import Dialect
+from gateway.core.sse import Usage
 from gateway.deadline import Deadline
 from gateway.http import relay
 from gateway.http.protocol import Cycle
@@ -108,6 +109,9 @@ class Stream:
                 events.started,
                 events.usage,
                 events.events,
+                events.unmetered,
+                events.finish_reason,
+                cast(Any, self.call.meter).told[:] if self.call.meter else None,
                 events.done,
                 events.failure,
                 events.failure_bytes,
@@ -145,7 +149,27 @@ class IdleWatch(Deadline):
         super().set(seconds)
 
 
-def stream(cycle: type[Cycle] = Cycle, version: str = "1.1", drop_usage: bool = False) -> Stream:
+class Heard:
+    """In the place of a meter: what it is told."""
+
+    def __init__(self) -> None:
+        self.due = 0
+        self.told: list[Usage | None] = []
+
+    def note(self, usage: Usage) -> None:
+        self.told.append(usage)
+
+    def lose(self) -> None:
+        self.told.append(None)
+
+
+def stream(
+    cycle: type[Cycle] = Cycle,
+    version: str = "1.1",
+    drop_usage: bool = False,
+    meter_asked: bool | None = None,
+) -> Stream:
+    """`meter_asked`: by the client, of a call that is metered; None = it is not metered."""
     loop, client = asyncio.get_running_loop(), Socket()
     transport, log = cast(asyncio.Transport, client), logging.getLogger()
     answer = cycle(
@@ -166,7 +190,11 @@ def stream(cycle: type[Cycle] = Cycle, version: str = "1.1", drop_usage: bool = 
         request=cast(
             Any,
             SimpleNamespace(
-                path="", holds_blocks=True, dialect=Dialect.OPENAI, include_usage_asked=not drop_usage
+                path="",
+                holds_blocks=True,
+                dialect=Dialect.OPENAI,
+                include_usage_asked=not drop_usage,
+                meter_asked=bool(meter_asked),
             ),
         ),
         headers=[],
@@ -176,6 +204,7 @@ def stream(cycle: type[Cycle] = Cycle, version: str = "1.1", drop_usage: bool = 
         task=cast(Any, None),
         identity=cast(Any, None),
         phase=Phase.CONNECTING,
+        meter=cast(Any, None if meter_asked is None else Heard()),
     )
     told: list[Event] = []
     receiver = AnswerRelay(call, answer.send, answer, [], lambda: None, told.append)
@@ -200,6 +229,18 @@ async def test_a_whole_chunk_with_a_token_is_passed_on_as_it_came() -> None:
     way.relay.report()
     assert way.client.written[-1] is piece
     assert (way.call.output_events, way.deadline.seconds) == (2, IDLE_SECONDS)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+async def test_usage_is_told_and_taken_out_without_another_look(asked: bool) -> None:
+    way = stream(meter_asked=asked)
+    way.feed(STREAM_HEAD + chunk(COUNTED))
+    way.feed(piece := chunk(COUNTED))
+    assert way.client.written[-1] == (piece if asked else chunk(WORD))
+    assert (way.client.written[-1] is piece) == asked
+    assert cast(Any, way.call.meter).told == [Usage(11, 2)] * 2
+    way.relay.report()
+    assert (way.call.usage, way.call.output_events) == (Usage(11, 2), 2)
 
 
 async def test_a_stream_shows_how_far_it_is() -> None:
@@ -375,7 +416,7 @@ async def test_chunks_of_every_kind_are_read_alike(framing: str) -> None:
 
 
 PIECES = st.tuples(
-    st.sampled_from([WORD] * 10 + EVENTS),
+    st.sampled_from([WORD] * 6 + [COUNTED] * 6 + EVENTS),
     st.sampled_from(["plain"] * 15 + sorted(FRAMINGS)),
     st.one_of(st.just([]), st.just([]), st.lists(st.integers(0, 260), max_size=3)),
 )
@@ -387,12 +428,17 @@ PIECES = st.tuples(
     st.lists(st.integers(0, 300), max_size=3),
     st.sampled_from(["1.1", "1.0"]),
     st.booleans(),
+    st.sampled_from([None, False, True]),
 )
 def test_nobody_can_tell_what_was_parsed(
-    pieces: list[tuple[bytes, str, list[int]]], first_cuts: list[int], version: str, drop_usage: bool
+    pieces: list[tuple[bytes, str, list[int]]],
+    first_cuts: list[int],
+    version: str,
+    drop_usage: bool,
+    meter_asked: bool | None,
 ) -> None:
     async def check() -> None:
-        ways = [stream(cycle, version, drop_usage) for cycle in (Cycle, ParsingCycle)]
+        ways = [stream(cycle, version, drop_usage, meter_asked) for cycle in (Cycle, ParsingCycle)]
         for way in ways:
             way.feed(STREAM_HEAD + chunk(WORD), *first_cuts)
         for data, framing, cuts in pieces:
