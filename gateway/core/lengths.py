@@ -128,16 +128,16 @@ class Surprise:
 def merge(known: Lengths, surprise: Surprise, news: News) -> bool:
     """What the store does with the news of a gateway, of one kind of call.  True where it was surprised.
 
-    News are judged by what was known before them.  A surprise leaves little of what was known and forgets itself.
+    News are judged by what was known before them.  A surprise leaves little of that and forgets itself.
     """
     for bucket in range(BUCKETS - 1):
         ended, went_on = news.get(bucket, (0, 0))[1], news.get(bucket + 1, (0, 0))[0]
         surprise.observe((ended + max(went_on, 0)) / HALF, ended / HALF, known.hazard(bucket))
-    known.add(news)
     surprised = surprise.alarming
     if surprised:
         known.divide(range(BUCKETS), SURPRISE_LEFT)
         surprise.missing = surprise.variance = 0.0
+    known.add(news)
     known.divide([bucket for bucket in news if known.entries[bucket] > ENTRIES_MAX * HALF], 2)
     return surprised
 
