@@ -38,6 +38,7 @@ EXPONENT_MAX = 30
 SUM_MAX = 2**32 - 1
 """Of a point, as it is packed."""
 _PACKED = struct.Struct(f">{POINTS}I")
+_NOTHING = (0,) * POINTS
 
 Path = tuple[int, ...]
 """Of each horizon the figures of all tilts: POINTS integers, in SCALE-ths of a block."""
@@ -78,15 +79,18 @@ def path_of(
     there, and without anything learned all of the demands have to fit at once.
     """
     grown, alive = next_growth(written, output_tokens), max(survival(written), 1e-300)
+    thetas = [tilt / base for tilt in TILTS]
     points: list[int] = []
     for since, horizon in pairwise((0, *HORIZONS)):
         if written + since >= output_tokens:
-            points += (0,) * len(TILTS)
-            continue
+            break  # and so are all later ones
         blocks = blocks_at(prompt_tokens, min(grown + horizon, output_tokens), block_size, ahead)
-        share = min(survival(min(written + horizon, output_tokens)) / alive, 1.0)
-        points += (_point(blocks, share, tilt / base) for tilt in TILTS)
-    return tuple(points)
+        share = survival(min(written + horizon, output_tokens)) / alive
+        if 0 < share < 1:
+            points += [_point(blocks, share, theta) for theta in thetas]
+        else:
+            points += (blocks * SCALE if share > 0 else 0,) * len(TILTS)
+    return (*points, *_NOTHING[len(points) :])
 
 
 def _point(blocks: int, share: float, theta: float) -> int:
