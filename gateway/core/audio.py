@@ -61,7 +61,6 @@ def _parse(endpoint: Endpoint, form: Form, body: bytes, n_max: int) -> Generatio
         limit_field=limit_field,
         limit_spans=((limit_start, limit_end),),
         limit_around=(around[0], around[1]),
-        usage_edit=None,
         id_edit=None,
         edits=_usage_edits(form) if stream and not asked else (),
         min_tokens=0,
