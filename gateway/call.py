@@ -178,7 +178,8 @@ class Call:
     def law_in(self, lane: str) -> Law | None:
         """How it may grow there; None where it holds all of its demand from the beginning."""
         shape = self.fleet.engines.shape()
-        if not (shape.elastic_base and self.generation.is_metered):
+        grows = self.generation.is_metered and not shape.encoder_tokens  # what is beside the context does not
+        if not (shape.elastic_base and grows):
             return None
         if not is_elastic(self.terms.mode, shape.modes_of(lane)):
             return None

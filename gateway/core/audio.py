@@ -62,7 +62,7 @@ def _parse(endpoint: Endpoint, form: Form, body: bytes, n_max: int) -> Generatio
         limit_spans=((limit_start, limit_end),),
         limit_around=(around[0], around[1]),
         id_edit=None,
-        edits=_usage_edits(form) if stream and not asked else (),
+        usage_edits=_usage_edits(form) if stream and not asked else (),
         min_tokens=0,
         truncate_prompt_tokens=None,
         sequences_per_prompt=_sequences(form, n_max),

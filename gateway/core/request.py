@@ -162,8 +162,6 @@ class GenerationRequest(Request, frozen=True, kw_only=True):
     """Where the prompts are; named in refusals."""
     limit_around: tuple[bytes, bytes] = (b"", b"")
     """What comes before and after the limit where `limit_spans` are replaced."""
-    edits: tuple[Edit, ...] = ()
-    """What else is changed on the way upstream."""
     sound: Sound | None = None
     """What is to be understood, of which an engine makes prompts of its own."""
     layout: Layout | None = None
@@ -288,7 +286,6 @@ def forward(
     edits = [(start, end, number) for start, end in request.limit_spans]
     if not edits:
         edits = [append_member(request.body, request.limit_field, number)]
-    edits += request.edits
     edits += request.meter_edits if metered else request.usage_edits
     if request.id_edit is not None:
         start, end, before = request.id_edit

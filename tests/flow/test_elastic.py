@@ -148,8 +148,9 @@ async def test_a_client_sees_what_it_asked_for(
         ({"stream": True, "n": 2}, {}),
         ({"stream": True}, {"promise": Mode.GUARANTEED, "mode": Mode.SHARED}),
         ({"stream": True}, {"mode": Mode.GUARANTEED}),
+        ({"stream": True}, {"encoder_tokens": 100}),
     ],
-    ids=["no stream", "two choices", "promised", "a guaranteed pool"],
+    ids=["no stream", "two choices", "promised", "a guaranteed pool", "kept beside the context"],
 )
 async def test_others_hold_all_of_their_demand(
     store_url: str, fields: dict[str, Any], options: dict[str, Any]

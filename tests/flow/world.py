@@ -234,6 +234,7 @@ async def gateway(
     unreserved_max: int = 64,
     media: MediaRule = USUAL,
     background_seconds: float = LONG,
+    encoder_tokens: int = 0,
     mode: Mode = Mode.GUARANTEED,
     promise: Mode | None = None,
     ttft_ms: int | None = None,
@@ -246,7 +247,7 @@ async def gateway(
     name = f"fleet-{next(_fleet_numbers)}"
     facts: list[Event] = []
     replicas = Replicas(urls, blocks or {}, prefill_tokens)
-    engines = WatchedEngines(_plan(name, learns, media, mode), replicas)  # type: ignore[arg-type]
+    engines = WatchedEngines(_plan(name, learns, media, mode, encoder_tokens), replicas)  # type: ignore[arg-type]
     lengths = lengths or LearnedLengths()
     clock = {} if now is None else {"now": now}
     ledger = ValkeyLedger(
@@ -298,7 +299,7 @@ async def gateway(
         await upstream.close()
 
 
-def _plan(name: str, learns: bool, media: MediaRule, mode: Mode) -> FleetPlan:
+def _plan(name: str, learns: bool, media: MediaRule, mode: Mode, encoder_tokens: int) -> FleetPlan:
     return FleetPlan(
         name=name,
         model="demo",
@@ -310,6 +311,7 @@ def _plan(name: str, learns: bool, media: MediaRule, mode: Mode) -> FleetPlan:
         learns=learns,
         speculative_tokens=0,
         media=media,
+        encoder_tokens=encoder_tokens,
         share_prompt_of_n=False,
         safe_fraction=1.0,
         overtake_blocks=None,
