@@ -5,6 +5,7 @@ still be tried elsewhere, because nothing of an engine's answer was passed on.
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
@@ -13,6 +14,7 @@ from gateway.call import Call
 from gateway.http.relay import Writer
 
 Message = MutableMapping[str, Any]
+log = logging.getLogger(__name__)
 COMMENT = b": keep-alive\n\n"
 """As vLLM's own (`--sse-keep-alive-interval`)."""
 
@@ -44,6 +46,7 @@ class KeepAlive:
         self.opened = False
         """The head was sent, with status 200."""
         self._task = asyncio.create_task(self._run())
+        self._task.add_done_callback(_tell)
 
     async def take_over(self) -> bool:
         """The answer itself begins: returns whether its head was sent already, which it will not be any more."""
@@ -81,3 +84,9 @@ class KeepAlive:
             await self._send(self._begin())
         await self._send({"type": "http.response.body", "body": COMMENT, "more_body": True})
         call.writing_since = None
+
+
+def _tell(task: "asyncio.Task[None]") -> None:
+    """The answer goes on without comments."""
+    if not task.cancelled() and (error := task.exception()):
+        log.error("comments to a stream have ended", exc_info=error)

@@ -364,6 +364,7 @@ class FleetWatch:
 
     def _end(self, replica: _Replica) -> None:
         self._forget_busy(replica)
+        replica.breaker.rested()  # who watches it from now on has no timer for it
         if replica.task:
             replica.task.cancel()
             self._ended.add(replica.task)

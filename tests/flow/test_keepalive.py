@@ -1,7 +1,7 @@
 """Comments to a stream that waits: on one that is written to all the time, and left at every moment, nothing breaks."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -18,6 +18,13 @@ from tests.flow.world import World, chat, gateway, soon
 
 ALWAYS_SECONDS = 0.001
 STREAM = chat(stream=True, max_tokens=6)
+
+
+@pytest.fixture(autouse=True)
+def nothing_fails_unseen(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """What breaks the rules of ASGI only ends the comments."""
+    yield
+    assert not [record for record in caplog.get_records("call") if record.levelname == "ERROR"]
 
 
 @asynccontextmanager
@@ -109,6 +116,22 @@ async def test_a_replica_that_fails_is_left_for_another_though_the_head_is_sent(
         assert visitor.complete
         assert without_comments(visitor)[-1] == b"data: [DONE]"
         assert world.only_end().replica == "b"
+        await world.quiet()
+
+
+async def test_an_answer_waits_for_a_comment_that_is_being_written(store_url: str) -> None:
+    """Its client does not read yet: the head is on its way when the engine has already said everything."""
+    async with talkative(store_url) as (world, mock):
+        release = await world.hold(1000)
+        visitor = Visitor(world.app, STREAM)
+        visitor.stop_reading()
+        async with with_visit(visitor):
+            await soon(lambda: visitor.unread, "the head waits to be read")
+            release()
+            await soon(lambda: mock.count(State.STARTED) == 1, "the engine has the call")
+            visitor.read_on()
+        assert without_comments(visitor)[-1] == b"data: [DONE]"
+        assert world.only_end().outcome is Outcome.COMPLETED
         await world.quiet()
 
 

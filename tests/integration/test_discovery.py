@@ -914,6 +914,14 @@ async def test_a_busy_one_rests_for_as_long_as_it_asks_for_whoever_else_is_there
         assert watch.why_it_rests("a") is None, "another process may be there"
 
 
+async def test_a_busy_one_that_is_configured_anew_rests_no_longer() -> None:
+    async with two_of_a_pool(World()) as (watch, a, b):
+        watch.report_failure("a", Trouble.BUSY, 50.0)
+        assert watch.why_it_rests("a") is Why.BUSY
+        watch.update([spec(a.url, max_num_seqs=7), spec(b.url, "b")], MODELS)
+        await soon(lambda: watch.why_it_rests("a") is None)
+
+
 async def test_another_process_has_done_nothing_wrong() -> None:
     async with two_of_a_pool(World()) as (watch, a, _):
         a.completions = (200, ENDING.encode())
