@@ -56,7 +56,11 @@ async def drained(gateway: GatewayProcess, name: str, engine: Vllm) -> None:
 
 
 async def unannounced(gateway: GatewayProcess, name: str, engine: Vllm) -> None:
-    """It is told to end while it runs calls, and finishes them."""
+    """It is told to end while it runs calls, and finishes them.
+
+    Calls that were between its server and its core just then are never answered, and keep it from ending: kvgate gives
+    them to the other one after `first_event_seconds` or `headers_seconds`.
+    """
     engine.process.terminate()
     await asyncio.to_thread(engine.process.wait, 2 * PATIENCE_SECONDS)
 
@@ -72,7 +76,7 @@ async def test_a_rolling_restart_loses_no_call(
             engines[name].wait_ready()
         replicas = [{"name": name, "url": engine.url} for name, engine in engines.items()]
         pools = [{"name": "only", "replicas": replicas}]
-        config, (key,) = new_world.config(pools, fleet={"model": MODEL}, **SLOW_MACHINE)
+        config, (key,) = new_world.config(pools, fleet={"model": MODEL}, store=SLOW_MACHINE["store"])
         gateway = new_world.gateway(config, key)
         async with under_load([gateway], KINDS, PATIENCE_SECONDS) as load:
             for name, engine in list(engines.items()):
