@@ -210,7 +210,7 @@ def _sums(books: Snapshot) -> Iterator[Violation]:
             assured=(sum(c.blocks for c in held if not c.elastic), replica.assured),
             elastic=(sum(c.elastic != 0 for c in held), replica.elastic),
             base=(max((c.base for c in held if c.elastic), default=0), replica.base),
-            sums=(_points(held), replica.sums),
+            sums=(_integers(_points(held)), _integers(replica.sums)),
             sequences=(sum(c.sequences for c in held), replica.sequences),
             prefill=(sum(c.prefilling for c in held), replica.prefill),
         )

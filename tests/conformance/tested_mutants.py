@@ -535,6 +535,48 @@ TESTED_MUTANTS: dict[str, TestedMutant] = {
         "if true then row.scraper",
         ("tests/integration/test_capacity.py",),
     ),
+    "growth overtakes a declaration that says something older": TestedMutant(
+        "gateway/ledger/reservation.py",
+        "        if self._ledger.channel.declares(self.id):  # a Z would overtake it, and that says something older\n",
+        "        if False:\n",
+        ("tests/integration/test_ledger_growth.py",),
+    ),
+    "a call that is declared again forgets how it grew": TestedMutant(
+        "gateway/ledger/reservation.py",
+        "a.once,\n            self.held, self.base, path_argument(self.path)",
+        "a.once,\n            a.held, a.base, path_argument(a.path)",
+        ("tests/integration/test_ledger_growth.py",),
+    ),
+    "every growth is sent": TestedMutant(
+        "gateway/ledger/channel.py",
+        "self._growths[arguments[1]] = ",
+        "self._growths[str(len(self._growths))] = ",
+        ("tests/integration/test_ledger_growth.py",),
+    ),
+    "who has ended grows": TestedMutant(
+        "gateway/ledger/channel.py",
+        "        self._growths.pop(id_, None)\n",
+        "",
+        ("tests/integration/test_ledger_growth.py",),
+    ),
+    "an overdraft is not observed": TestedMutant(
+        "gateway/ledger/reservation.py",
+        'if result[0] == "over":',
+        "if False:",
+        ("tests/integration/test_ledger_growth.py",),
+    ),
+    "sums run over": TestedMutant(
+        "lua/lib/elastic.lua",
+        "    if sum > SUM_MAX then return nil end\n",
+        "",
+        ("tests/conformance/test_elastic.py",),
+    ),
+    "what is held is shared while the store is away, not whole demands": TestedMutant(
+        "gateway/core/share.py",
+        "part(replica.limit, replica.full)",
+        "part(replica.limit, replica.used)",
+        ("tests/unit/test_share.py",),
+    ),
     "that a call never fits is judged by what was learned": TestedMutant(
         "lua/lib/placement.lua",
         "call.sequences <= replica.sequences_usable and keeps_promise(call, replica)\nend",

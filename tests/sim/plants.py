@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
 
-from gateway.core.books import Books, Call
+from gateway.core.books import Books, Call, Replica
 from gateway.ledger.channel import Channel
 from gateway.ledger.keeper import Keeper
 from gateway.ledger.reservation import Ask, Phase
@@ -115,6 +115,47 @@ def place_kept_on_move() -> Iterator[None]:
         return answer
 
     with _replaced(Books, "_move", keeping):
+        yield
+
+
+@plant
+def path_kept_at_settle() -> Iterator[None]:
+    """Who leaves a replica leaves its path in the sums."""
+    uncount = Books._uncount
+
+    def keeping(books: Books, call: Call, replica: Replica) -> None:
+        sums = replica.sums
+        uncount(books, call, replica)
+        replica.sums = sums if replica.elastic else b""
+
+    with _replaced(Books, "_uncount", keeping):
+        yield
+
+
+@plant
+def growth_adds() -> Iterator[None]:
+    """What a call says that it holds is added to what it held."""
+    recount = Books._recount
+
+    def adding(books: Books, call: Call, held: int, base: int, path: bytes) -> Any:
+        return recount(books, call, call.asked + held if held > 0 else held, base, path)
+
+    with _replaced(Books, "_recount", adding):
+        yield
+
+
+@plant
+def growth_forgotten() -> Iterator[None]:
+    """A call that is declared again says what it was admitted with."""
+    redeclare = Ask.redeclare
+
+    def forgetful(ask: Ask, force: bool) -> None:
+        now = ask.held, ask.base, ask.path
+        ask.held, ask.base, ask.path = ask.admission.held, ask.admission.base, ask.admission.path
+        redeclare(ask, force)
+        ask.held, ask.base, ask.path = now
+
+    with _replaced(Ask, "redeclare", forgetful):
         yield
 
 
