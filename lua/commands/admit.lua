@@ -11,9 +11,9 @@
 -- A id key class lane blocks sequences prefill cost wait_ms weight blocks_max requests_max pool_share queue_max
 -- queue_key_max prefer exclude charge fingerprint once standing held base path promised: admit.
 -- fingerprint: of key, route and body, '' until it is asked for.  once: hash of key and `Idempotency-Key`, always with a
--- fingerprint, '' = none.  standing: 1 = it may wait only in a place that was left, 2 = it comes back when it was asked to,
--- 0 = as others.  held, base, path: what it is to hold at first (-1 = all) and later, where it is charged by its path ('' =
--- nowhere).  promised: 1 = the guarantee.
+-- fingerprint, '' = none.  standing: 1 = it may wait only in a place that was left, 2 = it comes back when it was asked
+-- to, 0 = as others.  held, base, path: what it is to hold at first (-1 = all) and later, where it is charged by its path
+-- ('' = nowhere).  promised: 1 = the guarantee.
 -- grant replica missing_us... | ticket position wait_ms missing_us... | fingerprint: ask again with it |
 -- refused code knob measured limit retry_ms
 

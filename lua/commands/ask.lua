@@ -2,9 +2,9 @@
 --- @include "lib/check"
 --- @include "lib/refusals"
 --- @include "lib/places"
--- Q least likely key class lane sequences cost wait_ms weight blocks_max requests_max pool_share queue_max queue_key_max
--- standing ahead own_ahead held base path promised: whether the queue would refuse a call of `least` blocks or more, how
--- many is not known yet.
+-- Q least likely key class lane sequences cost wait_ms weight blocks_max requests_max pool_share queue_max
+-- queue_key_max standing ahead own_ahead held base path promised: whether the queue would refuse a call of `least` blocks
+-- or more, how many is not known yet.
 -- `likely` is what a refusal books, and what is compared with others' work.  `ahead` calls of its line, `own_ahead` of
 -- them of its key, were told `open` before and do not wait yet.  held, base, path: of a call of `least` blocks.  Nothing
 -- is taken.
@@ -28,8 +28,8 @@ function ask.run(_, least, likely, key, class, lane, sequences, cost, wait_ms, w
   if not books.config.pools[lane] or not books.config.shares[class] or books.meta.opens_at > 0 then return {'open'} end
   if books.meta.shut then return refusals.shut() end
   local function of_size(blocks)
-    local call = {key = key, class = class, lane = lane, blocks = blocks, sequences = sequences, prefill = 0, cost = cost,
-      prefer = {}, exclude = {}, promised = promised}
+    local call = {key = key, class = class, lane = lane, blocks = blocks, sequences = sequences, prefill = 0,
+      cost = cost, prefer = {}, exclude = {}, promised = promised}
     elastic.want(call, held, base, path)
     return call
   end

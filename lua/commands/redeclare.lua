@@ -2,8 +2,8 @@
 --- @include "lib/check"
 --- @include "lib/queue"
 -- R id replica key class lane blocks sequences prefill cost weight blocks_max requests_max pool_share force fingerprint
--- once held base path promised: a running call says where it runs and what it holds, after its owner lost its lease or the
--- store its data.  Where another call was admitted under its `once` meanwhile, that one keeps it.
+-- once held base path promised: a running call says where it runs and what it holds, after its owner lost its lease or
+-- the store its data.  Where another call was admitted under its `once` meanwhile, that one keeps it.
 -- same | declared | no_room | refused id | error text
 
 local function has_room(call, replica)

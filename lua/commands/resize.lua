@@ -1,7 +1,8 @@
 --- @include "lib/owners"
 --- @include "lib/check"
 -- Z id held base path: what a running call holds from now on, and its path; absolute, so that carrying it out twice
--- changes nothing.  Waiters, holds and the limit do not stop it.  ok | over blocks: that much is above the limit now | gone
+-- changes nothing.  Waiters, holds and the limit do not stop it.  ok | over blocks: that much is above the limit now |
+-- gone
 
 function resize.check(op)
   check.length(op, 5)

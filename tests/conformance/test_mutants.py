@@ -26,6 +26,8 @@ SOME = (
     "a place is not remembered",
     "two calls under one Idempotency-Key",
     "a flow that left stays in the front",
+    "the bound is not looked at",
+    "whole demands are not given back",
 )
 
 

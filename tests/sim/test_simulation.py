@@ -22,7 +22,9 @@ def test_a_world_goes_the_same_way_twice() -> None:
     assert len(first.trace) > 100
 
 
-@pytest.mark.parametrize("plant", ["lost-wake", "lost-grant", "settle-lost-when-cancelled"])
+@pytest.mark.parametrize(
+    "plant", ["lost-wake", "lost-grant", "settle-lost-when-cancelled", "path-kept-at-settle"]
+)
 def test_a_planted_fault_is_found(plant: str) -> None:
     with PLANTS[plant]():
         assert any(play(seed).violation for seed in range(SEEDS_MAX))
