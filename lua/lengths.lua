@@ -50,14 +50,14 @@ local function merge(row, entered, left)
     local hazard = math.min(row.exits[i] / (row.entries[i] + PRIOR * HALF), HAZARD_MAX)
     observe(row, (ended + math.max(entered[i + 1] or 0, 0)) / HALF, ended / HALF, hazard)
   end
-  for i = 1, BUCKETS do
-    row.entries[i] = math.max(row.entries[i] + (entered[i] or 0), 0)
-    row.exits[i] = math.max(row.exits[i] + (left[i] or 0), 0)
-  end
   local surprised = row.missing > SURPRISE_SIGMAS * math.sqrt(row.variance) + SURPRISE_ENDS
   if surprised then
     for i = 1, BUCKETS do divide(row, i, SURPRISE_LEFT) end
     row.missing, row.variance = 0, 0
+  end
+  for i = 1, BUCKETS do
+    row.entries[i] = math.max(row.entries[i] + (entered[i] or 0), 0)
+    row.exits[i] = math.max(row.exits[i] + (left[i] or 0), 0)
   end
   for i = 1, BUCKETS do
     if entered[i] and row.entries[i] > ENTRIES_MAX * HALF then divide(row, i, 2) end
