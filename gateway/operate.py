@@ -11,7 +11,7 @@ from gateway.adminclient import AdminClient, field
 from gateway.table import table
 
 LENGTHS_HEAD = ("TOKENS", "REACHED", "ENDED", "SURVIVAL")
-HEAD = ("FLEET", "POOL", "REPLICA", "STATE", "WHY", "LIMIT", "RESERVED", "SEQUENCES")
+HEAD = ("FLEET", "POOL", "REPLICA", "STATE", "WHY", "MODE", "LIMIT", "RESERVED", "SEQUENCES")
 
 
 def add_replica_arguments(parser: argparse.ArgumentParser) -> None:
@@ -93,8 +93,9 @@ def _replica_rows(fleet: str, state: Mapping[str, Any]) -> Iterator[list[str]]:
     for pool, inside in field(state, "pools").items():
         for name, replica in inside["replicas"].items():
             why = ",".join(field(replica, "rests")) or "-"
+            mode = field(replica, "mode")
             numbers = [str(replica[figure]) for figure in ("limit", "reserved", "sequences")]
-            yield [fleet, pool, name, replica["state"], why, *numbers]
+            yield [fleet, pool, name, replica["state"], why, mode, *numbers]
 
 
 def _fleet_line(name: str, state: Mapping[str, Any]) -> str:

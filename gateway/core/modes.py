@@ -12,10 +12,12 @@ class Mode(StrEnum):
     ELASTIC = elastic.ELASTIC
     """What a call may need until it grows: more calls run at once, and a preemption is rare, not impossible."""
     SHARED = elastic.SHARED
-    """Both, side by side: the engine preempts those that are elastic first."""
+    """Both, side by side: the engine has to preempt those that are elastic first.  The books know it, settings do not:
+    whether an engine does cannot be seen."""
 
 
-POOL_MODES = (Mode.GUARANTEED, Mode.ELASTIC, Mode.SHARED)
+POOL_MODES = (Mode.GUARANTEED, Mode.ELASTIC)
+"""That settings may say."""
 PROMISES = (Mode.GUARANTEED, Mode.ELASTIC)
 """What a key or class may say; without a word it has what its pool does."""
 

@@ -120,10 +120,20 @@ class Metrics:
         for fleet in fleets:  # an alert on an increase misses the first one of a series that was not there
             for counter in (self._counted.expired, self._counted.healed, self._counted.shared):
                 counter.add((fleet,), 0)
+            for class_ in classes:
+                self._counted.surprises.add((fleet, class_), 0)
+            self._begin_at_none(fleet, fleets[fleet])
 
     def know_replicas(self, fleet: str, pools: Mapping[str, Collection[str]]) -> None:
         """Other replicas of a known fleet, by pool."""
         self._known.replace(fleet, pools)
+        self._begin_at_none(fleet, pools)
+
+    def _begin_at_none(self, fleet: str, pools: Mapping[str, Collection[str]]) -> None:
+        for pool, replicas in pools.items():
+            self._counted.unmetered.add((fleet, pool), 0)
+            for replica in replicas:
+                self._counted.overdrafts.add((fleet, pool, replica), 0)
 
     def set_state(self, fleet: str, state: Mapping[str, Any]) -> None:
         """What the store holds for a fleet, laid out as `GET /admin/v1/state`; shown until the next one comes."""

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from typing import Any
 
 import anthropic
 import openai
@@ -12,11 +13,11 @@ from tests.processes import GatewayProcess, Mock, wait_until, world
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 
-@pytest.fixture(scope="module")
-def running() -> Iterator[tuple[GatewayProcess, Mock]]:
+@pytest.fixture(scope="module", params=["guaranteed", "elastic"])
+def running(request: pytest.FixtureRequest) -> Iterator[tuple[GatewayProcess, Mock]]:
     with world() as here:
         mock = here.mock("--blocks", "1000", "--step-base-ms", "2")
-        pools = [{"name": "short", "replicas": [mock.url]}]
+        pools = [{"name": "short", "mode": request.param, "replicas": [mock.url]}]
         config, (key,) = here.config(pools, routes={"pass_through": ["/load"]})
         yield here.gateway(config, key), mock
 
@@ -38,7 +39,7 @@ def test_chat(client: openai.OpenAI) -> None:
 def test_chat_stream(client: openai.OpenAI) -> None:
     """A client that did not ask for usage gets no usage frame."""
     chunks = list(client.chat.completions.create(model="demo", messages=MESSAGES, max_tokens=5, stream=True))
-    assert all(chunk.choices for chunk in chunks)
+    assert all(chunk.choices and chunk.usage is None for chunk in chunks)
     assert chunks[-1].choices[0].finish_reason == "length"
     assert len([c for c in chunks if c.choices[0].delta.content]) == 5
 
@@ -53,6 +54,17 @@ def test_chat_stream_with_usage(client: openai.OpenAI) -> None:
     assert chunks[-1].choices == []
     assert chunks[-1].usage
     assert chunks[-1].usage.completion_tokens == 5
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+
+
+def test_chat_stream_with_usage_in_every_chunk(client: openai.OpenAI) -> None:
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = list(
+        client.chat.completions.create(
+            model="demo", messages=MESSAGES, max_tokens=5, stream=True, stream_options=options
+        )
+    )
+    assert [chunk.usage.completion_tokens for chunk in chunks if chunk.usage] == [0, 1, 2, 3, 4, 5, 5]
 
 
 def test_completions(client: openai.OpenAI) -> None:

@@ -48,6 +48,7 @@ def test_pools_guarantee_unless_they_say_otherwise(tmp_path: Path) -> None:
     ("settings", "named"),
     [
         (content("x", None), "fleets[0].pools[0].mode: has to be one of guaranteed, elastic"),
+        (content("shared", None), "fleets[0].pools[0].mode: shared is not supported: no engine says whether"),
         (content(None, None, **promised("shared")), "classes[0].mode: has to be one of guaranteed, elastic"),
         (
             content("elastic", None, **promised("guaranteed")),

@@ -14,9 +14,12 @@ from gateway.core.events import (
     FirstToken,
     Healed,
     LeaseLost,
+    LengthSurprise,
+    Overdraft,
     StoreAnswered,
     StoreUp,
     TokenGaps,
+    Unmetered,
 )
 from gateway.core.outcomes import Code, Outcome
 from gateway.core.rests import Why
@@ -116,6 +119,10 @@ def test_events_of_streams_and_store() -> None:
         AdmittedByShare("llama"),
         AdmittedByShare("llama"),
         FirstToken("qwen", "all", "low", 250.0),
+        Overdraft("llama", "short", "s1", 12),
+        Overdraft("llama", "short", "s1", 3),
+        Unmetered("llama", "long"),
+        LengthSurprise("qwen", "low"),
     ]
     for event in events:
         source(event)
@@ -125,6 +132,11 @@ def test_events_of_streams_and_store() -> None:
     assert value(source, "kvgate_healed_total", fleet="qwen") == 4
     assert value(source, "kvgate_share_admissions_total", fleet="llama") == 2
     assert value(source, "kvgate_ttft_seconds_bucket", fleet="qwen", pool="all", class_="low", le="0.25") == 1
+    assert value(source, "kvgate_overdrafts_total", fleet="llama", pool="short", replica="s1") == 2
+    assert value(source, "kvgate_overdrafts_total", fleet="llama", pool="short", replica="s0") == 0
+    assert value(source, "kvgate_unmetered_streams_total", fleet="llama", pool="long") == 1
+    assert value(source, "kvgate_length_surprises_total", fleet="qwen", class_="low") == 1
+    assert value(source, "kvgate_length_surprises_total", fleet="qwen", class_="high") == 0
     source(StoreUp(False))
     assert value(source, "kvgate_store_up") == 0
 
@@ -222,6 +234,33 @@ def test_the_state_of_an_unknown_fleet_is_not_kept() -> None:
     assert value(source, "kvgate_queue_depth", fleet="", lane="", class_="low") is None
 
 
+def test_what_was_learned_of_lengths_is_shown() -> None:
+    source = metrics()
+    kinds = [
+        {"class": "low", "model": "m", "p50": 120, "p90": None},
+        {"class": "other", "model": "", "p50": 7, "p90": 900},
+    ]
+    source.set_state("qwen", {"lengths": kinds})
+    shown = {
+        (class_, model, quantile): value(
+            source,
+            "kvgate_learned_length_tokens",
+            fleet="qwen",
+            class_=class_,
+            model=model,
+            quantile=quantile,
+        )
+        for class_, model in (("low", "m"), ("", ""))
+        for quantile in ("0.5", "0.9")
+    }
+    assert shown == {
+        ("low", "m", "0.5"): 120,
+        ("low", "m", "0.9"): None,
+        ("", "", "0.5"): 7,
+        ("", "", "0.9"): 900,
+    }
+
+
 def junk(chance: random.Random) -> str:
     raw = chance.choice(["m", 'a"b', "a\nb", "\\", "é", "x" * 10_000])
     return f"{raw}{chance.random()}"
@@ -232,13 +271,17 @@ def junk_event(chance: random.Random) -> Event:
     pool = chance.choice(["short", "all", "", junk(chance)])
     class_ = chance.choice(["low", junk(chance)])
     key, replica = junk(chance), junk(chance)
-    kind = chance.randrange(5)
+    kind = chance.randrange(6)
     if kind == 0:
         return TokenGaps(fleet, pool, class_, [chance.random()])
     if kind == 1:
         return FirstToken(fleet, pool, class_, chance.random())
     if kind == 2:
         return LeaseLost(fleet) if chance.random() < 0.5 else Healed(fleet, junk(chance), 1)
+    if kind == 5:
+        return chance.choice(
+            [Overdraft(fleet, pool, replica, 1), Unmetered(fleet, pool), LengthSurprise(fleet, class_)]
+        )
     changes = {"fleet": fleet, "pool": pool, "class_": class_, "key": key, "replica": replica}
     refused = {"outcome": Outcome.REFUSED, "reason": Code.MODEL_NOT_FOUND, "refusal_ms": chance.random()}
     return ended(**changes, **(refused if kind == 3 else {}))
@@ -259,7 +302,14 @@ def test_requests_cannot_make_series() -> None:
     labels = {
         text for _, pairs in after for name, text in pairs if name in ("fleet", "pool", "class", "replica")
     }
-    assert labels <= {"", "llama", "qwen", "short", "all", "low"}
+    replicas = {name for pools in FLEETS.values() for names in pools.values() for name in names}
+    assert labels <= {
+        "",
+        *FLEETS,
+        *(pool for pools in FLEETS.values() for pool in pools),
+        *replicas,
+        *CLASSES,
+    }
     calls = sum(count for (name, _), count in after.items() if name == "kvgate_admission_requests_total")
     assert calls > 7_000
     assert value(source, "kvgate_refusal_seconds_count", fleet="", reason="model_not_found")
