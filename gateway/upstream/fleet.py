@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from gateway.core.rests import Why, busy_seconds
 from gateway.upstream.api import Access, Trouble
 from gateway.upstream.breaker import TOLD_BY_CALLS, Breaker, Verdict, verdict_of
 from gateway.upstream.metrics_text import CacheConfig, EnginePage, read_page
-from gateway.upstream.scraper import NO_ACCESS, Scraper, Unusable
+from gateway.upstream.scraper import NO_ACCESS, Late, Scraper, Unusable
 
 log = logging.getLogger(__name__)
 
@@ -269,6 +270,8 @@ class _Replica:
         self.blind = False
         """Its metrics do not state how full it is."""
         self.up_since = 0.0
+        self.answered_at = -math.inf
+        """When a call was answered by it last."""
         self.backoff_seconds = BACKOFF_FIRST_SECONDS
         self.breaker = Breaker()
         self.why: Why | None = None
@@ -285,7 +288,8 @@ class FleetWatch:
 
     A replica is down after two failed probes, or at once after two connections in a row that it did not accept
     (`report_failure`).  It comes back with one good probe, and is asked anew what it has, because it may be
-    another process: one that serves another model stays down.  One that is up may rest (`breaker.py`).  No error leaves
+    another process: one that serves another model stays down.  A probe that is late while calls are answered there
+    says nothing.  One that is up may rest (`breaker.py`).  No error leaves
     the watch.
     """
 
@@ -431,7 +435,10 @@ class FleetWatch:
     def report_success(self, name: str) -> None:
         """A call was answered by this replica."""
         replica = self._replicas.get(name)
-        if replica and not replica.why:
+        if replica is None:
+            return
+        replica.answered_at = self._now()
+        if not replica.why:
             replica.breaker.succeeded()
 
     async def _watch(self, replica: _Replica) -> None:
@@ -466,10 +473,13 @@ class FleetWatch:
 
     async def _probe(self, replica: _Replica) -> None:
         """Is it alive, and still the engine that was discovered?"""
+        began = self._now()
         try:
             await self._get_health(replica.spec)
         except Unusable as trouble:
-            self._missed(replica, str(trouble))
+            # A server with hundreds of streams may be seconds behind with `/health`; what it ends meanwhile tells more.
+            if not (isinstance(trouble, Late) and replica.answered_at >= began):
+                self._missed(replica, str(trouble))
             return
         replica.misses = 0
         replica.refusals = 0

@@ -25,6 +25,10 @@ class Unusable(Exception):
     """A replica that cannot be used, in words for the operator."""
 
 
+class Late(Unusable):
+    """It did not answer in time."""
+
+
 class Scraper:
     """Each page on a connection of its own: a probe has to see that an engine still accepts them."""
 
@@ -34,7 +38,7 @@ class Scraper:
     async def get(
         self, base_url: str, path: str, timeout_seconds: float, access: Access = NO_ACCESS
     ) -> bytes:
-        """The body of a 200, within time and size.  Raises Unusable."""
+        """The body of a 200, within time and size.  Raises Unusable; Late where that takes too long."""
         headers = [*_HEADERS, *access.headers]
         request = UpstreamRequest(base_url, path, headers, b"", method="GET", alone=True, tls=access.tls)
         page = await self._ask(request, timeout_seconds)
@@ -57,7 +61,7 @@ class Scraper:
             async with patience(timeout_seconds):
                 await self._client.exchange(request, page)
         except TimeoutError as error:
-            raise Unusable(f"{url} does not answer within {timeout_seconds:g} s") from error
+            raise Late(f"{url} does not answer within {timeout_seconds:g} s") from error
         except UpstreamFailed as error:
             raise Unusable(f"{url}: {error.detail}"[:200]) from error
         return page

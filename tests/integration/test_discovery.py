@@ -422,6 +422,38 @@ async def test_a_silent_replica_is_taken_out() -> None:
             assert "does not answer within" in watch.states()[0].problem
 
 
+async def test_one_that_ends_calls_is_not_silent_however_late_its_health() -> None:
+    async with engine() as here:
+        world = World()
+        async with watching(world, spec(here.url)) as watch:
+            await watch.tried()
+            calls = asyncio.create_task(end_calls(watch))
+            here.silence()
+            probes = len(here.asked)
+            await soon(lambda: len(here.asked) >= probes + 4)
+            assert watch.is_up("a")
+            calls.cancel()
+            await soon(lambda: not watch.is_up("a"))
+
+
+async def end_calls(watch: FleetWatch) -> None:
+    """Without end."""
+    while True:
+        watch.report_success("a")
+        await asyncio.sleep(0.01)
+
+
+async def test_one_that_ends_calls_and_refuses_its_health_is_taken_out() -> None:
+    async with engine() as here:
+        world = World()
+        async with watching(world, spec(here.url)) as watch:
+            await watch.tried()
+            calls = asyncio.create_task(end_calls(watch))
+            here.health = (503, b"")
+            await soon(lambda: not watch.is_up("a"))
+            calls.cancel()
+
+
 async def test_two_refused_connections_in_a_row_take_a_replica_out_at_once() -> None:
     async with engine() as here:
         world = World()

@@ -63,6 +63,7 @@ async def unannounced(gateway: GatewayProcess, name: str, engine: Vllm) -> None:
     """
     engine.process.terminate()
     await asyncio.to_thread(engine.process.wait, 2 * PATIENCE_SECONDS)
+    await asyncio.to_thread(engine.stop)
 
 
 @pytest.mark.parametrize("end", [drained, unannounced])
