@@ -1,0 +1,204 @@
+"""All runs, each by its name; what a run found as plain figures."""
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from benchmarks.experiment import traces
+from benchmarks.experiment.gates import Books, Elastic, Guaranteed
+from benchmarks.experiment.traces import BLOCK_SIZE, Call
+from benchmarks.experiment.world import Found, World
+from gateway.mock.config import EngineConfig
+
+ENGINE = EngineConfig(
+    block_size=BLOCK_SIZE,
+    max_num_seqs=1_024,
+    max_num_batched_tokens=2_048,
+    step_base_ms=10,
+    step_prefill_us=30,
+    step_running_us=20,
+    step_kv_us=0.02,
+)
+"""10 ms + 0.03 ms a prefill token + 0.02 ms a sequence + 0.02 us a token whose KV is read."""
+SEED = 1
+GATES = ("ungated", "watermark .05", "watermark .1", "guaranteed", "elastic")
+SWEEP = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0, 1.1, 1.25)
+"""Concurrencies of the ungated runs, of what the case's `streams` say."""
+LOAD = 1.1
+"""Of what the best ungated concurrency served, in the open loops; BURST_LOAD where calls come in bursts."""
+BURST_LOAD = 0.8
+
+Figures = dict[str, Any]
+Results = dict[str, Figures]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One trace on one size of replica."""
+
+    trace: str
+    blocks: int
+    streams: int
+    """About as many calls of it fill the blocks."""
+    calls: int
+    """Of the elastic run."""
+    others: int = 20_000
+    """Of every other closed loop."""
+    arriving: int = 10_000
+    """In an open loop; 0: none is played."""
+    burst: int = 0
+    """Calls that arrive together; 0: no bursts are played."""
+    shift: int = 0
+    """Calls before and after outputs become three times as long; 0: not played."""
+    misread: bool = False
+    """Also with wrong counts of prompt tokens."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.trace} {self.blocks}"
+
+
+CASES = (
+    Case("generous", 2_000, 57, 40_000, burst=40, shift=10_000),
+    Case("generous", 6_000, 170, 100_000, arriving=0),
+    Case("generous", 16_000, 450, 100_000, burst=220, shift=10_000),
+    Case("chat", 2_000, 15, 40_000, shift=10_000),
+    Case("chat", 4_000, 29, 40_000, arriving=0),
+    Case("chat", 8_000, 60, 100_000, shift=10_000),
+    Case("chat", 40_000, 280, 100_000),
+    Case("benign", 2_000, 25, 40_000),
+    Case("benign", 40_000, 480, 40_000),
+    Case("rag", 8_000, 6, 10_000, others=2_000, arriving=2_000, misread=True),
+    Case("rag", 40_000, 30, 10_000, others=2_000, arriving=2_000),
+)
+SHORT = (
+    Case("generous", 2_000, 57, 4_000, others=1_500, arriving=0, burst=40, shift=1_500),
+    Case("chat", 4_000, 29, 2_000, others=1_500, arriving=0),
+)
+"""For a look at it within two minutes, and for the tests."""
+
+
+def gate_of(name: str, blocks: int, misread: Callable[[Call], int] | None = None) -> Guaranteed | None:
+    """None: everything goes to the engine at once."""
+    books = Books(blocks)
+    if name == "guaranteed":
+        return Guaranteed(books)
+    return Elastic(books, books.base, misread) if name == "elastic" else None
+
+
+class Player:
+    """Plays the runs of a case one after the other, and those only that are not known yet."""
+
+    def __init__(self, results: Results, keep: Callable[[str, Figures], None]) -> None:
+        self.results = results
+        self._keep = keep
+
+    def case(self, case: Case) -> None:
+        self._sweep(case)
+        best = best_of(self.results, case)
+        clients = 3 * best["clients"]
+        for gate in GATES:
+            calls = case.calls if gate == "elastic" else case.others
+            self._play(f"{case.name} closed {gate}", lambda g=gate, c=calls: closed(case, g, clients, c))
+        rate = best["calls"] / best["seconds"]
+        for gate in ("ungated", "watermark .05", "guaranteed", "elastic"):
+            if case.arriving:
+                self._play(f"{case.name} open {gate}", lambda g=gate: opened(case, g, LOAD * rate))
+            if case.burst:
+                self._play(
+                    f"{case.name} bursts {gate}", lambda g=gate: opened(case, g, BURST_LOAD * rate, bursts=True)
+                )
+            if case.shift:
+                self._play(
+                    f"{case.name} shift {gate}",
+                    lambda g=gate: closed(case, g, clients, 2 * case.shift, shift=case.shift),
+                )
+        for name, noise, bias in (("noise 5 %", 0.05, 0.0), ("3 % too low", 0.0, -0.03)) if case.misread else ():
+            self._play(
+                f"{case.name} misread {name}",
+                lambda n=noise, b=bias: closed(case, "elastic", clients, case.calls, misread=misreader(n, b)),
+            )
+
+    def _sweep(self, case: Case) -> None:
+        for factor in SWEEP:
+            clients = max(1, round(factor * case.streams))
+            self._play(
+                f"{case.name} sweep {clients}", lambda c=clients: closed(case, "ungated", c, case.others)
+            )
+
+    def _play(self, name: str, run: Callable[[], Figures]) -> None:
+        if name not in self.results:
+            self.results[name] = run()
+            self._keep(name, self.results[name])
+
+
+def best_of(results: Results, case: Case) -> Figures:
+    """Of the ungated concurrencies the one with the most output tokens a second."""
+    found = [figures for name, figures in results.items() if name.startswith(f"{case.name} sweep ")]
+    return max(found, key=lambda figures: float(figures["tokens_per_second"]))
+
+
+def world_of(case: Case, gate: str, misread: Callable[[Call], int] | None = None) -> World:
+    watermark = float(gate.removeprefix("watermark ")) if gate.startswith("watermark") else 0.0
+    config = replace(ENGINE, blocks=case.blocks + 1, watermark=watermark)
+    return World(config, gate_of(gate, case.blocks, misread), shared_prompts=case.trace == "rag")
+
+
+def closed(
+    case: Case,
+    gate: str,
+    clients: int,
+    calls: int,
+    shift: int | None = None,
+    misread: Callable[[Call], int] | None = None,
+) -> Figures:
+    source = traces.calls(traces.TRACES[case.trace], SEED, shift)
+    found = world_of(case, gate, misread).closed_loop(source, clients, calls)
+    return {"clients": clients, **figures_of(found)}
+
+
+def opened(case: Case, gate: str, per_second: float, *, bursts: bool = False) -> Figures:
+    arrivals: Iterator[float] = traces.steady(SEED, per_second)
+    if bursts:
+        arrivals = traces.bursts(SEED, per_second, case.burst)
+    source, patience = traces.calls(traces.TRACES[case.trace], SEED), gate in ("guaranteed", "elastic")
+    calls = case.arriving or case.others
+    found = world_of(case, gate).open_loop(source, arrivals, calls, patience)
+    return {"per_second": per_second, "arrived": calls, **figures_of(found)}
+
+
+def misreader(noise: float, bias: float) -> Callable[[Call], int]:
+    """A prompt's tokens as an estimate off by so much, the same for every look at one call."""
+
+    def misread(call: Call) -> int:
+        factor = 1 + bias + noise * random.Random(f"misread {call.number}").gauss(0, 1)
+        return max(1, round(call.prompt_tokens * factor))
+
+    return misread
+
+
+def figures_of(found: Found) -> Figures:
+    ttfts = sorted(found.ttfts)
+    return {
+        "calls": found.calls,
+        "dropped": found.dropped,
+        "seconds": round(found.seconds, 3),
+        "tokens_per_second": round(found.tokens_per_second, 2),
+        "preemptions": found.preemptions,
+        "first_preemptions": found.first_preemptions,
+        "recomputed": round(found.recomputed_tokens / max(found.tokens, 1), 5),
+        "block_use": round(found.block_use, 4),
+        "running": round(found.running, 2),
+        "overdrafts": found.overdrafts,
+        "surprises": found.surprises,
+        "good": found.good,
+        "ttft_p50": round(_quantile(ttfts, 0.5), 3),
+        "ttft_p99": round(_quantile(ttfts, 0.99), 3),
+        "gap_p99_ms": found.gap_p99_ms,
+        "preempted_at": found.preempted_at,
+    }
+
+
+def _quantile(values: list[float], part: float) -> float:
+    return values[min(int(part * len(values)), len(values) - 1)] if values else 0.0

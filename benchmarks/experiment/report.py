@@ -1,0 +1,3 @@
+"""Placeholder."""
+from pathlib import Path
+def write_document(docs: Path, results: dict) -> None: ...
