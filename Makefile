@@ -21,7 +21,7 @@ REQUIRE_PYTHON = import sys; sys.version_info >= (3, 11) or sys.exit("kvgate nee
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run test test-ops test-vllm mutants faults sim soak bench incident peak honest check fmt wheel constraints clean
+.PHONY: help run test test-ops test-vllm mutants faults sim soak bench incident peak honest experiment check fmt wheel constraints clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -62,6 +62,9 @@ peak: $(READY) ## 2,400 sessions against 240, through kvgate; writes build/peak/
 
 honest: $(READY) ## How soon and how truly is refused: a flood of long prompts, and overload (8 minutes); checks the bounds
 	@$(PY) benchmarks/honest.py $(ARGS)
+
+experiment: $(READY) ## Ways of admitting calls beside each other, simulated (half an hour): docs/utilisation.md and its bounds
+	@$(PY) -m benchmarks.experiment $(ARGS)
 
 check: $(READY) ## Lint, format, types, import arrows, Dockerfile, licences and files
 	@echo "ruff check" && $(BIN)ruff check .

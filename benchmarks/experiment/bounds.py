@@ -20,7 +20,9 @@ class Bound:
 
     @property
     def holds(self) -> bool:
-        return (self.least is None or self.found >= self.least) and (self.most is None or self.found <= self.most)
+        return (self.least is None or self.found >= self.least) and (
+            self.most is None or self.found <= self.most
+        )
 
     @property
     def limit(self) -> str:
@@ -67,12 +69,17 @@ def bounds(results: Results, case: Case, slack: float = 0.0) -> Iterator[Bound]:
             most=0,
             calls=min(calls, 1_000),
         )
-    guaranteed = [figures for name, figures in results.items() if name.startswith(case.name) and "guaranteed" in name]
+    guaranteed = [
+        figures for name, figures in results.items() if name.startswith(case.name) and "guaranteed" in name
+    ]
     if guaranteed:
         found, calls = (sum(figures[name] for figures in guaranteed) for name in ("preemptions", "calls"))
         yield Bound(f"{case.name}: guaranteed, preemptions", found, most=0, calls=calls)
     yield from _bursts(results, case)
     yield from _shift(results, case)
+    if figures := results.get(f"{case.name} real books"):
+        what = f"{case.name}: grants that the real books gave otherwise, of {figures['grants']:,}"
+        yield Bound(what, figures["differ"], most=0, calls=figures["calls"])
 
 
 def _bursts(results: Results, case: Case) -> Iterator[Bound]:
@@ -83,15 +90,17 @@ def _bursts(results: Results, case: Case) -> Iterator[Bound]:
     if figures := results.get(f"{case.name} bursts watermark .05"):
         calls = figures["calls"]
         found = 10_000 * figures["preemptions"] / max(calls, 1)
-        yield Bound(f"{case.name}: bursts, watermark .05, preemptions in 10,000", found, least=100, calls=calls)
+        yield Bound(
+            f"{case.name}: bursts, watermark .05, preemptions in 10,000", found, least=100, calls=calls
+        )
 
 
 def _shift(results: Results, case: Case) -> Iterator[Bound]:
     figures = results.get(f"{case.name} shift elastic")
-    if figures is None or not case.shift:
+    if figures is None:
         return
     thousands, most = figures["preempted_at"], THROUGHPUT[case.trace, case.blocks][1]
-    later = thousands[(case.shift + EPISODE_CALLS) // 1_000 :]
+    later = thousands[(figures["asked"] // 2 + EPISODE_CALLS) // 1_000 :]
     found = 10 * sum(later) / max(len(later), 1)
     what = f"{case.name}: from {EPISODE_CALLS:,} calls after a shift on, elastic, preemptions in 10,000"
     if later:

@@ -88,11 +88,13 @@ def gate_of(name: str, blocks: int, misread: Callable[[Call], int] | None = None
 
 
 class Player:
-    """Plays the runs of a case one after the other, and those only that are not known yet."""
+    """Plays the runs of a case one after the other, and those only that are not known yet from as many calls."""
 
-    def __init__(self, results: Results, keep: Callable[[str, Figures], None]) -> None:
+    def __init__(self, results: Results, keep: Callable[[str, Figures], None], most: int = 1 << 62) -> None:
+        """`most`: calls of a run at most."""
         self.results = results
         self._keep = keep
+        self._most = most
 
     def case(self, case: Case) -> None:
         self._sweep(case)
@@ -100,36 +102,40 @@ class Player:
         clients = 3 * best["clients"]
         for gate in GATES:
             calls = case.calls if gate == "elastic" else case.others
-            self._play(f"{case.name} closed {gate}", lambda g=gate, c=calls: closed(case, g, clients, c))
+            self._play(f"{case.name} closed {gate}", calls, lambda n, g=gate: closed(case, g, clients, n))
         rate = best["calls"] / best["seconds"]
         for gate in ("ungated", "watermark .05", "guaranteed", "elastic"):
+            calls = case.arriving or case.others
             if case.arriving:
-                self._play(f"{case.name} open {gate}", lambda g=gate: opened(case, g, LOAD * rate))
+                self._play(
+                    f"{case.name} open {gate}", calls, lambda n, g=gate: opened(case, g, LOAD * rate, n)
+                )
             if case.burst:
-                self._play(
-                    f"{case.name} bursts {gate}", lambda g=gate: opened(case, g, BURST_LOAD * rate, bursts=True)
-                )
+                name = f"{case.name} bursts {gate}"
+                self._play(name, calls, lambda n, g=gate: opened(case, g, BURST_LOAD * rate, n, bursts=True))
             if case.shift:
-                self._play(
-                    f"{case.name} shift {gate}",
-                    lambda g=gate: closed(case, g, clients, 2 * case.shift, shift=case.shift),
-                )
-        for name, noise, bias in (("noise 5 %", 0.05, 0.0), ("3 % too low", 0.0, -0.03)) if case.misread else ():
+                name = f"{case.name} shift {gate}"
+                self._play(name, 2 * case.shift, lambda n, g=gate: closed(case, g, clients, n, shift=n // 2))
+        for name, noise, bias in (
+            (("noise 5 %", 0.05, 0.0), ("3 % too low", 0.0, -0.03)) if case.misread else ()
+        ):
             self._play(
                 f"{case.name} misread {name}",
-                lambda n=noise, b=bias: closed(case, "elastic", clients, case.calls, misread=misreader(n, b)),
+                case.calls,
+                lambda n, o=noise, b=bias: closed(case, "elastic", clients, n, misread=misreader(o, b)),
             )
 
     def _sweep(self, case: Case) -> None:
         for factor in SWEEP:
             clients = max(1, round(factor * case.streams))
-            self._play(
-                f"{case.name} sweep {clients}", lambda c=clients: closed(case, "ungated", c, case.others)
-            )
+            name = f"{case.name} sweep {clients}"
+            self._play(name, case.others, lambda n, c=clients: closed(case, "ungated", c, n))
 
-    def _play(self, name: str, run: Callable[[], Figures]) -> None:
-        if name not in self.results:
-            self.results[name] = run()
+    def _play(self, name: str, calls: int, run: Callable[[int], Figures]) -> None:
+        calls = min(calls, self._most)
+        known = self.results.get(name)
+        if known is None or known["asked"] < calls:
+            self.results[name] = {"asked": calls, **run(calls)}
             self._keep(name, self.results[name])
 
 
@@ -158,14 +164,13 @@ def closed(
     return {"clients": clients, **figures_of(found)}
 
 
-def opened(case: Case, gate: str, per_second: float, *, bursts: bool = False) -> Figures:
+def opened(case: Case, gate: str, per_second: float, calls: int, *, bursts: bool = False) -> Figures:
     arrivals: Iterator[float] = traces.steady(SEED, per_second)
     if bursts:
         arrivals = traces.bursts(SEED, per_second, case.burst)
     source, patience = traces.calls(traces.TRACES[case.trace], SEED), gate in ("guaranteed", "elastic")
-    calls = case.arriving or case.others
     found = world_of(case, gate).open_loop(source, arrivals, calls, patience)
-    return {"per_second": per_second, "arrived": calls, **figures_of(found)}
+    return {"per_second": per_second, **figures_of(found)}
 
 
 def misreader(noise: float, bias: float) -> Callable[[Call], int]:

@@ -72,6 +72,8 @@ class World:
     ) -> None:
         self.now = 0.0
         self.found = Found()
+        self.seconds: list[tuple[float, int, int, int]] = []
+        """Of every second: blocks held, preemptions and output tokens until then."""
         self._gate = gate
         self._shared = shared_prompts
         self._engine: Counted | Mocked = (Mocked if shared_prompts else Counted)(config, self._told)
@@ -84,6 +86,12 @@ class World:
         """By whole milliseconds, weighted with the calls that had them."""
         self._last_preemptions = 0
         self._deadline: Callable[[Call], float] = lambda _: EVER
+
+    @property
+    def books(self) -> Books | None:
+        """Those of the experiment, where its gate has them."""
+        ledger = None if self._gate is None else self._gate.ledger
+        return ledger if isinstance(ledger, Books) else None
 
     def closed_loop(self, source: Iterator[Call], clients: int, calls: int) -> Found:
         """So many clients, each with its next call when one ends, until so many calls have ended."""
@@ -132,6 +140,9 @@ class World:
             self._gaps[int(milliseconds)] = self._gaps.get(int(milliseconds), 0) + self._inside
             self._engine.complete()
             while second <= self.now:
+                self.seconds.append(
+                    (second, self._engine.used, self._engine.preemptions, self._engine.generated_tokens)
+                )
                 second += 1.0
                 if self._gate is not None:
                     self.found.surprises += self._gate.second()
@@ -208,8 +219,8 @@ class World:
             self._last_preemptions = self._engine.preemptions
         if self._gate is not None and course.held is not None:
             self._grant(self._gate.ended(course.held, self.now))
-        if self._closed:
-            self._submit(next(self._source))
+        if self._closed and (call := next(self._source, None)) is not None:
+            self._submit(call)
 
 
 def _percentile(counts: dict[int, int], part: float) -> float:

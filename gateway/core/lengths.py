@@ -16,8 +16,12 @@ AGES = (
 )  # fmt: skip
 """Output tokens at which each bucket begins; the last one has no end."""
 BUCKETS = len(AGES)
-PRIOR = 8
-"""Calls that are taken to have passed through every bucket before the first one was seen."""
+PRIOR = 2
+"""Calls that are taken to have passed through every bucket before the first one was seen.
+
+With more, late buckets, which few reach, are long taken for longer than they are: with 8 a small replica under heavy
+tails loses a fifth of its throughput in its first 10,000 calls.
+"""
 HALF = 2
 """Counts are in halves: a call that was stopped by its limit in a bucket counts as half a passage."""
 ENTRIES_MAX = 1000
