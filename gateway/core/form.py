@@ -12,10 +12,11 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from gateway.core.body import Edit, Refused, shorten
 from gateway.core.outcomes import Code
 
-PARTS_MAX = 128
+PARTS_MAX = 64
 """Of one form; one of vLLM's has about thirty fields."""
-HEADER_BYTES_MAX = 4096
-"""Of one header of a part."""
+HEADER_BYTES_MAX = 1024
+"""Of one header of a part, and of the type of the body: what reads their parameters takes a time that grows with the
+square of their length."""
 HEADERS_MAX = 8
 """Of one part."""
 FIELD_BYTES_MAX = 1024 * 1024
@@ -110,6 +111,9 @@ def read_form(content_type: bytes, body: bytes) -> Form:
 
 
 def _boundary(content_type: bytes) -> bytes:
+    if len(content_type) > HEADER_BYTES_MAX:
+        message = f"`content-type` has {len(content_type)} bytes; a form's may have {HEADER_BYTES_MAX}."
+        raise Refused(Code.INVALID_VALUE, message, "content-type")
     kind, options = parse_options_header(content_type)
     boundary = options.get(b"boundary")
     if kind != _TYPE or not boundary:

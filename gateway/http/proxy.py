@@ -637,8 +637,11 @@ def _locked(key: Key) -> Refusal | None:
 
 
 async def _read(route: Route, scope: Scope, body: bytes, n_max: int) -> Request | Refusal:
-    """Nothing is held yet: a cancelled wait leaves a thread that ends by itself."""
-    if len(body) <= PARSE_INLINE_BYTES_MAX:
+    """Nothing is held yet: a cancelled wait leaves a thread that ends by itself.
+
+    The heads of a form's parts are read by Python alone, where a short body may take long.
+    """
+    if len(body) <= PARSE_INLINE_BYTES_MAX and not route.takes_form:
         return route.read(scope, body, n_max)
     return await asyncio.to_thread(route.read, scope, body, n_max)
 
