@@ -27,7 +27,7 @@ QUICK = {"heartbeat_seconds": 0.2}
 """A new store's gate opens after two heartbeats."""
 ALLOWED = {
     "host", "content-length", "content-type", "accept", "user-agent", "traceparent", "x-session-id",
-    "accept-encoding", "x-request-id", "authorization",
+    "accept-encoding", "x-request-id", "authorization", "x-prompt-tokens",
 }  # fmt: skip
 """What the requests of this file may bring to an engine."""
 
@@ -221,11 +221,11 @@ VARIANTS = (
     "/%2e%2e/v1/chat/completions", "/v1/%2e%2e/v1/chat/completions", "/v1%2fchat%2fcompletions",
     "/v1/chat%2Fcompletions", "/%761/chat/completions", "/v1/chat/completions%20", "/v1/chat/completions%00",
     "/v1/chat/completions;x", "/v1/chat;x/completions", "/v1/chat/completions.", "/v1/chat/completions%3f",
-    "/v1/completions/", "/v1/completions;x", "/v1/chat/completions/batch", "\\v1\\chat\\completions",
+    "/v1/completions/", "/v1/completions;x", "/v1/chat/completions/batches", "\\v1\\chat\\completions",
     "/v1\\chat\\completions", "/health/../v1/chat/completions", "/admin/v1/../../v1/completions",
 )  # fmt: skip
 ENGINE_PATHS = (
-    "/responses", "/v1/responses/", "/embeddings", "/v1/messages/count_token", "/v1/audio/transcriptions",
+    "/responses", "/v1/responses/", "/embeddings", "/v1/messages/count_token", "/v1/audio/transcription",
     "/v2/score", "/v3/rerank", "/rerank/", "/Score", "/v1/pooling", "/classify", "/generate", "/invocations",
     "/inference/v1/generate", "/v1/tokenize", "/detokenize/", "/tokenizer_info", "/v1/load_lora_adapter",
     "/v1/unload_lora_adapter", "/sleep", "/wake_up", "/is_sleeping", "/abort_requests", "/reset_prefix_cache",
