@@ -412,6 +412,8 @@ async def test_bs03_another_number_than_is_configured_is_told_and_the_smaller_on
 
 BLOCKS = 1000
 HELD = 600
+PREFILL_TOKENS = 4 * BLOCKS * 16
+"""So many that blocks alone rule a replica out."""
 
 
 def of_blocks(blocks: int) -> dict[str, Any]:
@@ -442,7 +444,8 @@ async def test_bs04_room_in_the_fleet_is_no_room_on_a_replica(new_world: World, 
         )
         for _ in range(4)
     ]
-    pools = [{"name": "only", "replicas": [mock.url for mock in mocks]}]
+    rows = [{"url": mock.url, "prefill_tokens": PREFILL_TOKENS} for mock in mocks]
+    pools = [{"name": "only", "replicas": rows}]
     settings = {} if queue else {"queue": {"depth_max": 0}}
     config, (key,) = new_world.config(pools, store=QUICK_STORE, **settings)
     gateways = [await asyncio.to_thread(new_world.gateway, config, key) for _ in range(3)]
