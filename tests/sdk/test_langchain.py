@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from langchain_core.messages import AIMessageChunk, HumanMessage, ToolMessage
@@ -72,12 +73,15 @@ def test_batch(chat: ChatOpenAI) -> None:
     assert [len(str(answer.content).split()) for answer in answers] == [5] * 3
 
 
-async def test_asynchronously(chat: ChatOpenAI) -> None:
-    answer = await chat.ainvoke("hi")
-    assert len(str(answer.content).split()) == 5
-    texts = [str(chunk.content) async for chunk in chat.astream("hi")]
-    assert len("".join(texts).split()) == 5
-    assert len(await chat.abatch(["one", "two"])) == 2
+async def test_asynchronously(gateway: GatewayProcess) -> None:
+    """Its own client of httpx would never be closed: it is kept for all models of the process."""
+    async with httpx.AsyncClient(trust_env=False) as client:
+        chat = chat_of(gateway, http_async_client=client)
+        answer = await chat.ainvoke("hi")
+        assert len(str(answer.content).split()) == 5
+        texts = [str(chunk.content) async for chunk in chat.astream("hi")]
+        assert len("".join(texts).split()) == 5
+        assert len(await chat.abatch(["one", "two"])) == 2
 
 
 def test_a_tool_and_its_result(chat: ChatOpenAI) -> None:
@@ -129,10 +133,15 @@ async def test_embeddings() -> None:
         mock = here.mock("--blocks", "1000", "--runner", "pooling", "--max-model-len", "4096")
         config, (key,) = here.config([{"name": "only", "replicas": [mock.url]}], store=QUICK_STORE)
         gateway = here.gateway(config, key)
-        embeddings = OpenAIEmbeddings(
-            model="demo", base_url=f"{gateway.url}/v1", api_key=key, check_embedding_ctx_length=False  # type: ignore[arg-type]
-        )  # fmt: skip
-        first, second = embeddings.embed_documents(["a b", "c"])
-        assert len(first) == len(second) == 128
-        assert embeddings.embed_query("a b") == pytest.approx(first)
-        assert await embeddings.aembed_query("c") == pytest.approx(second)
+        async with httpx.AsyncClient(trust_env=False) as client:
+            embeddings = OpenAIEmbeddings(
+                model="demo",
+                base_url=f"{gateway.url}/v1",
+                api_key=key,  # type: ignore[arg-type]
+                check_embedding_ctx_length=False,
+                http_async_client=client,
+            )
+            first, second = embeddings.embed_documents(["a b", "c"])
+            assert len(first) == len(second) == 128
+            assert embeddings.embed_query("a b") == pytest.approx(first)
+            assert await embeddings.aembed_query("c") == pytest.approx(second)
