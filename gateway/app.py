@@ -177,6 +177,9 @@ class FleetRoom:
         """What the store holds of the fleet, which is not asked while it is known to be away, and what is learned."""
         return {**await _state_of(self.ledger), "lengths": self._quantiles()}
 
+    def holds_elastically(self) -> bool:
+        return any(pool.mode != Mode.GUARANTEED for pool in self._configured.pools)
+
     def lengths(self) -> list[dict[str, Any]]:
         """By class and model what is known of how much calls write."""
         return [
@@ -421,7 +424,7 @@ class Gateway:
         for room in self._rooms:
             self._tasks.append(loop.create_task(room.run()))
             self._tasks.append(loop.create_task(room.shared_factors.run()))
-            self._tasks.append(loop.create_task(room.shared_lengths.run()))
+            self._tasks.append(loop.create_task(room.shared_lengths.run(room.holds_elastically)))
         self._tasks.append(loop.create_task(self._limits.run()))
         self._tasks.append(loop.create_task(self.calls.watch_writes()))
         self._tasks += [loop.create_task(watch.run()) for watch in self._followed]

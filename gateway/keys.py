@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     create = commands.add_parser("create", help="make a key; its secret is shown once")
     create.add_argument("name", metavar="NAME", help="what logs, metrics and the admin API call it")
     create.add_argument("--class", dest="class_", metavar="C", help="its class (default normal)")
+    create.add_argument("--mode", metavar="M", help="guaranteed or elastic (default as its class)")
     create.add_argument(
         "--weight", type=int, metavar="N", help="its share among the keys of its class (default 1)"
     )
@@ -170,6 +171,7 @@ def _entry(parsed: argparse.Namespace, digest: str | None) -> dict[str, Any]:
         "name": parsed.name,
         "sha256": digest,
         "class": parsed.class_,
+        "mode": parsed.mode,
         "weight": parsed.weight,
         "group": parsed.group,
         "models": _models(parsed.models),

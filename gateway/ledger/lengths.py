@@ -3,8 +3,8 @@ loss."""
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import count
 from typing import Any
 
 from gateway.core.events import LengthSurprise
@@ -18,8 +18,8 @@ log = logging.getLogger("kvgate.lengths")
 
 NEWS_SECONDS = 1.0
 """How often what is news is told, and what the others know is heard."""
-QUIET_TURNS = 10
-"""Without news only each so many times."""
+QUIET_SECONDS = 10.0
+"""The same without news."""
 
 
 class SharedLengths:
@@ -42,11 +42,14 @@ class SharedLengths:
         self._connection = Connection(url, (key_prefix(fleet) + "lengths",), lambda _: None, reply_seconds)
         self._connected = False
 
-    async def run(self) -> None:
-        """Until cancelled."""
+    async def run(self, wanted: Callable[[], bool]) -> None:
+        """Until cancelled; while it is not `wanted`, and nothing is news, the store is left alone."""
+        loop, at = asyncio.get_running_loop(), -math.inf
         try:
-            for turn in count():
-                if self._lengths.has_news or turn % QUIET_TURNS == 0:
+            while True:
+                quiet = loop.time() - at >= QUIET_SECONDS
+                if self._lengths.has_news or (quiet and wanted()):
+                    at = loop.time()
                     await self._try_exchange()
                 await asyncio.sleep(NEWS_SECONDS)
         finally:

@@ -219,7 +219,7 @@ def test_the_printed_entries_are_a_keys_file(tmp_path: Path, capsys: pytest.Capt
 def test_a_key_from_its_making_to_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "keys.yaml"
     options = [
-        "--class", "low", "--weight", 3, "--group", "g", "--models", "demo,other", "--expires", "2027-01-31",
+        "--class", "low", "--mode", "elastic", "--weight", 3, "--group", "g", "--models", "demo,other", "--expires", "2027-01-31",
         "--limit", "requests_max=5", "--limit", "minute_burst=0.25", "--limit", "all_fleets.requests_per_day=7",
     ]  # fmt: skip
     first = keys(capsys, "create", "alice", "--file", file, *options)[-1]
@@ -228,8 +228,8 @@ def test_a_key_from_its_making_to_its_end(tmp_path: Path, capsys: pytest.Capture
     over_all = AllFleetsLimits(requests_per_day=7)
     limits = Limits(requests_max=5, minute_burst=0.25, all_fleets=over_all)
     assert alice == KeyEntry(
-        name="alice", sha256=sha256_of(first), class_="low", weight=3, group="g", models=("demo", "other"),
-        limits=limits, expires_ms=1_801_353_600_000,
+        name="alice", sha256=sha256_of(first), class_="low", mode="elastic", weight=3, group="g",
+        models=("demo", "other"), limits=limits, expires_ms=1_801_353_600_000,
     )  # fmt: skip
     second = keys(capsys, "rotate", "alice", "--file", file)[-1]
     assert load_keys(file, None)[0] == replace(alice, sha256=sha256_of(second))
@@ -270,6 +270,7 @@ def test_a_name_that_the_keys_file_would_refuse_is_refused(
     [
         (["--class", "No"], "class: 1 to 40"),
         (["--weight", "0"], "weight: expected whole number >= 1"),
+        (["--mode", "shared"], "mode: has to be one of guaranteed, elastic"),
         (["--group", "a b"], "group: expected"),
         (["--models", "a,,b"], "models[1]: expected"),
         (["--models", "\udcff"], "models: has characters"),

@@ -1,5 +1,6 @@
 """What is learned of how much calls write, shared through a real store."""
 
+import asyncio
 import random
 from collections.abc import Iterator, Mapping
 from typing import NoReturn
@@ -238,3 +239,35 @@ def test_news_is_kept_until_it_is_told() -> None:
     lengths.observe(KIND, news)
     lengths.give_back(taken)
     assert lengths.take_news() == {KIND: {0: (4, 0), 1: (4, 4)}}
+
+
+async def test_the_store_is_left_alone_until_it_is_wanted(
+    store: EmbeddedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.ledger.lengths.NEWS_SECONDS", 0.01)
+    first, second = Process(store), Process(store)
+    first.see(200, 50)
+    await exchange(first)
+    wanted, asked = False, 0
+
+    def is_wanted() -> bool:
+        nonlocal asked
+        asked += 1
+        return wanted
+
+    running = asyncio.create_task(second.shared.run(is_wanted))
+    try:
+        async with asyncio.timeout(PATIENT_SECONDS):
+            while asked < 5:
+                await asyncio.sleep(0.01)
+            assert second.known.seen == 0
+            wanted = True
+            while second.known.seen != 50:
+                await asyncio.sleep(0.01)
+            second.see(200, 50)
+            while first.known.seen != 100:
+                await exchange(first)
+                await asyncio.sleep(0.01)
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
