@@ -2,7 +2,7 @@
 -- KEYS: lengths
 --   lengths  kind -> `entries exits missing variance`: entries and exits of each bucket, in halves, by commas
 -- `core/lengths.py` says what the numbers mean.
-local BUCKETS, PRIOR, HALF, ENTRIES_MAX, HAZARD_MAX = 26, 8, 2, 1000, 0.98
+local BUCKETS, PRIOR, HALF, ENTRIES_MAX, HAZARD_MAX = 26, 2, 2, 1000, 0.98
 local SURPRISE_DECAY, SURPRISE_SIGMAS, SURPRISE_ENDS, SURPRISE_LEFT = 0.98, 3.5, 4, 10
 local KINDS_MAX = 128
 

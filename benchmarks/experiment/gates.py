@@ -11,10 +11,9 @@ from typing import Any, Protocol
 
 from benchmarks.experiment.traces import BLOCK_SIZE, Call
 from gateway.core import elastic
+from gateway.core.growth import AHEAD_TOKENS
 from gateway.core.lengths import AGES, Lengths, Surprise, Watched, bucket_of, merge
 
-LEAD_TOKENS = 8
-"""A call asks for more when it is so close to what it holds."""
 PREFILL_TOKENS = 16_384
 PREFILL_MIN = 512
 """The product's default budget, and the prompt below which nothing is charged to it."""
@@ -195,11 +194,11 @@ class Elastic(Guaranteed):
             granted = self.ledger.first_token(held, now)
         self._watched[held].advance(tokens, self._news)
         corrected = tokens == 1 and self._misread(call) != call.prompt_tokens
-        if corrected or (tokens >= held.until - LEAD_TOKENS and held.until < call.limit):
+        if corrected or (tokens >= held.until - AHEAD_TOKENS and held.until < call.limit):
             held.until, blocks, path = self._path(call, call.prompt_tokens, tokens)
             granted += self.ledger.grow(held, blocks, path, now)
         age = AGES[min(bucket_of(tokens) + 1, len(AGES) - 1)]
-        growth = held.until - LEAD_TOKENS if held.until < call.limit else 1 << 62
+        growth = held.until - AHEAD_TOKENS if held.until < call.limit else 1 << 62
         return max(min(growth, age if age > tokens else 1 << 62), tokens + 1), granted
 
     def ended(self, held: Held, now: float) -> list[Held]:

@@ -95,7 +95,7 @@ def test_nothing_learned_is_as_if_guaranteed() -> None:
         found.append(World(config, gate).closed_loop(source, 60, 60))
     assert found[1].preemptions == 0
     assert found[1].overdrafts == 0
-    assert found[1].running == pytest.approx(found[0].running, rel=0.1)
+    assert found[1].running == pytest.approx(found[0].running, rel=0.2)
 
 
 def test_a_figure_out_of_bounds_is_said_to_be() -> None:
