@@ -219,7 +219,8 @@ def test_the_printed_entries_are_a_keys_file(tmp_path: Path, capsys: pytest.Capt
 def test_a_key_from_its_making_to_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "keys.yaml"
     options = [
-        "--class", "low", "--mode", "elastic", "--weight", 3, "--group", "g", "--models", "demo,other", "--expires", "2027-01-31",
+        "--class", "low", "--mode", "elastic", "--weight", 3, "--group", "g", "--models", "demo,other",
+        "--expires", "2027-01-31",
         "--limit", "requests_max=5", "--limit", "minute_burst=0.25", "--limit", "all_fleets.requests_per_day=7",
     ]  # fmt: skip
     first = keys(capsys, "create", "alice", "--file", file, *options)[-1]
