@@ -289,8 +289,7 @@ class FleetWatch:
     A replica is down after two failed probes, or at once after two connections in a row that it did not accept
     (`report_failure`).  It comes back with one good probe, and is asked anew what it has, because it may be
     another process: one that serves another model stays down.  A probe that is late while calls are answered there
-    says nothing.  One that is up may rest (`breaker.py`).  No error leaves
-    the watch.
+    says nothing.  One that is up may rest (`breaker.py`).  No error leaves the watch.
     """
 
     def __init__(
