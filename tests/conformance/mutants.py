@@ -149,10 +149,4 @@ MUTANTS: dict[str, tuple[str, str]] = {
     "a call that holds little is judged by its whole demand": ("crowded(pool, elastic.least(call))", "crowded(pool, call.blocks)"),
     "a replica keeps its mode": ("replica.pool, replica.mode = pool, mode", "replica.pool = pool"),
     "who is declared again holds what it held before": ("    reserve.recount(id, known, held, base, path)\n", ""),
-    "who is declared again is judged by what it holds now alone": ("    and elastic.has_blocks(call, replica)\nend", "    and (replica.used == 0 or replica.used + elastic.blocks(call, replica) <= replica.limit)\nend"),
-    "a question forgets the path": ("    elastic.want(call, held, base, path)\n    return call", "    elastic.want(call, held, base, '')\n    return call"),
-    "ends of calls with paths are foreseen": ("  if has_paths(call.lane) then return nil end\n", ""),
-    "blocks that are promised to paths are told as free": ("math.max(free, replica.limit - replica.full)", "math.max(free, replica.limit - replica.used)"),
-    "what calls hold now is given back like whole demands": ("do full = full + replica.full end", "do full = full + replica.used end"),
-    "a preferred replica is judged by what it holds now alone": ("  return elastic.has_blocks(call, replica) and fits_besides", "  return (replica.used == 0 or replica.used + elastic.blocks(call, replica) <= replica.limit) and fits_besides"),
 }  # fmt: skip

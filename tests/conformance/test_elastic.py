@@ -231,3 +231,29 @@ def test_the_wait_is_not_foreseen_by_ends_where_calls_have_paths(store_client: C
     fleet.step(["H", 2, int(first, 16) + int(first, 16) + 1, [500, "r0", 90]])
     waiting = fleet.admit(90, *later(60 * SCALE))
     assert fleet.step(waiting) == [["ticket", 1, -1]]
+
+
+def test_a_question_is_answered_by_the_path(store_client: Client) -> None:
+    fleet = Fleet(store_client, ELASTIC)
+    fleet.run(90, *later(40 * SCALE, held=50))
+    asked = ["Q", 60, 60, "k", "normal", "a", 1, 60, 600_000, 1, -1, -1, -1, 0, 0, 0, 0, 0]
+    assert fleet.step([*asked, *later(10 * SCALE)]) == [["open"]]
+    assert fleet.step([*asked, *IN_FULL])[0][:2] == ["refused", "capacity_exceeded"]
+
+
+def test_what_comes_back_is_told_in_whole_demands(store_client: Client) -> None:
+    """When all that run have ended, and how much is free for one more."""
+    fleet = Fleet(store_client, ELASTIC)
+    fleet.step(["S", fleet.run(10), -1, -1, [], ""])
+    fleet.run(90, *later(80 * SCALE))
+    told = fleet.step(fleet.admit(90, queue_max=0))[0]
+    assert told == ["refused", "capacity_exceeded", "limit", 90, 10, 2000]
+
+
+def test_a_preferred_replica_is_judged_by_its_paths_too(store_client: Client) -> None:
+    fleet = Fleet(store_client, ELASTIC, ELASTIC)
+    fleet.run(90, *later(80 * SCALE))
+    fleet.run(90, *later(20 * SCALE), exclude=("r0",))
+    op = fleet.admit(90, *later(40 * SCALE))
+    op[16] = ["r0"]
+    assert fleet.step(op) == [["grant", "r1"]]

@@ -577,6 +577,42 @@ TESTED_MUTANTS: dict[str, TestedMutant] = {
         "part(replica.limit, replica.used)",
         ("tests/unit/test_share.py",),
     ),
+    "who is declared again is judged by what it holds now alone": TestedMutant(
+        "lua/commands/redeclare.lua",
+        "    and elastic.has_blocks(call, replica)\nend",
+        "    and (replica.used == 0 or replica.used + elastic.blocks(call, replica) <= replica.limit)\nend",
+        ("tests/conformance/test_elastic.py",),
+    ),
+    "a question forgets the path": TestedMutant(
+        "lua/commands/ask.lua",
+        "    elastic.want(call, held, base, path)\n    return call",
+        "    elastic.want(call, held, base, '')\n    return call",
+        ("tests/conformance/test_elastic.py",),
+    ),
+    "ends of calls with paths are foreseen": TestedMutant(
+        "lua/lib/forecast.lua",
+        "  if has_paths(call.lane) then return nil end\n",
+        "",
+        ("tests/conformance/test_elastic.py",),
+    ),
+    "blocks that are promised to paths are told as free": TestedMutant(
+        "lua/lib/refusals.lua",
+        "math.max(free, replica.limit - replica.full)",
+        "math.max(free, replica.limit - replica.used)",
+        ("tests/conformance/test_elastic.py",),
+    ),
+    "what calls hold now is given back like whole demands": TestedMutant(
+        "lua/lib/appointments.lua",
+        "do full = full + replica.full end",
+        "do full = full + replica.used end",
+        ("tests/conformance/test_elastic.py",),
+    ),
+    "a preferred replica is judged by what it holds now alone": TestedMutant(
+        "lua/lib/placement.lua",
+        "  return elastic.has_blocks(call, replica) and",
+        "  return (replica.used == 0 or replica.used + elastic.blocks(call, replica) <= replica.limit) and",
+        ("tests/conformance/test_elastic.py",),
+    ),
     "that a call never fits is judged by what was learned": TestedMutant(
         "lua/lib/placement.lua",
         "call.sequences <= replica.sequences_usable and keeps_promise(call, replica)\nend",
