@@ -189,7 +189,7 @@ TESTED_MUTANTS: dict[str, TestedMutant] = {
     ),
     "failures close the last replica of a pool": TestedMutant(
         "gateway/upstream/fleet.py",
-        "if another or why not in TOLD_BY_CALLS)",
+        "if another or why not in optional)",
         "if True)",
         ("tests/integration/test_discovery.py",),
     ),
