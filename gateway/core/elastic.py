@@ -17,8 +17,8 @@ additive: who adds a path can take the same one away.
 
 import math
 import struct
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 
 GUARANTEED, ELASTIC, SHARED = "guaranteed", "elastic", "shared"
 """Modes of a replica: every call there is charged in full; none there was promised that; or both, side by side."""
@@ -33,6 +33,8 @@ POINTS = len(HORIZONS) * len(TILTS)
 GROWTH_TOKENS_MIN = 64
 GROWTH_PART = 8
 """A call grows by this part of what it has written, at least by GROWTH_TOKENS_MIN: few messages, little held early."""
+CERTAIN = 0.9
+"""The part of calls that go to their limit from which on each is charged as if it did."""
 EXPONENT_MAX = 30
 """From there on `1 - share` is nothing beside `share x e^exponent`, and leaving it out errs on the safe side."""
 SUM_MAX = 2**32 - 1
@@ -75,21 +77,23 @@ def path_of(
 ) -> Path:
     """Of a call that has written so many of at most `output_tokens`.  At most what its whole demand adds.
 
-    A horizon stands for the time since the one before it: a call that reaches its limit between two of them holds most
-    there, and without anything learned all of the demands have to fit at once.
+    Where calls of such a limit nearly all go there, as they are taken to while nothing is learned, it is flat, as if it
+    were guaranteed: horizons are too far apart to tell when each of them will be over.  Else nothing stands at horizons
+    beyond its limit, and the last one before it has its figures, or those of the token before the limit if more is
+    expected to be held then.
     """
+    last = output_tokens - 1
+    if survival(last) >= CERTAIN:
+        return flat(blocks_at(prompt_tokens, output_tokens, block_size, ahead))
     grown, alive = next_growth(written, output_tokens), max(survival(written), 1e-300)
-    thetas = [tilt / base for tilt in TILTS]
-    points: list[int] = []
-    for since, horizon in pairwise((0, *HORIZONS)):
-        if written + since >= output_tokens:
-            break  # and so are all later ones
+    thetas, reached = [tilt / base for tilt in TILTS], bisect_right(HORIZONS, last - written)
+    held: list[tuple[float, int, float]] = []
+    for horizon in (*HORIZONS[:reached], last - written) if reached else ():
         blocks = blocks_at(prompt_tokens, min(grown + horizon, output_tokens), block_size, ahead)
-        share = survival(min(written + horizon, output_tokens)) / alive
-        if 0 < share < 1:
-            points += [_point(blocks, share, theta) for theta in thetas]
-        else:
-            points += (blocks * SCALE if share > 0 else 0,) * len(TILTS)
+        share = min(survival(written + horizon) / alive, 1.0)
+        held.append((share * blocks, blocks, share))
+    held[-2:] = [max(held[-2:])] if reached else []
+    points = [_point(blocks, share, theta) for _, blocks, share in held for theta in thetas]
     return (*points, *_NOTHING[len(points) :])
 
 
