@@ -49,6 +49,8 @@ def all_bounds(results: Results) -> list[Bound]:
 
 def _table(head: Sequence[str], rows: Iterator[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
+    if len(lines) == 2:
+        return "*Not played yet.*"
     return "\n".join("| " + " | ".join(line) + " |" for line in lines).replace("|  |", "| |")
 
 
@@ -106,7 +108,7 @@ def _open(results: Results) -> Iterator[list[str]]:
 
 def _bursts(results: Results) -> Iterator[list[str]]:
     def cell(case: Case, figures: Figures) -> str:
-        return f"{figures['good'] / figures['arrived']:.2f} / {_per_10k(figures)}"
+        return f"{figures['good'] / figures['asked']:.2f} / {_per_10k(figures)}"
 
     for case, cells in _of_gates(results, "bursts", OPEN_GATES, cell):
         yield [f"{_case(case)}, {case.burst} at once" + _asked(results, case, "bursts"), *cells]
