@@ -24,12 +24,12 @@ AT_ONCE = 40
 OPTIONS = ("--num-gpu-blocks-override", str(BLOCKS), "--max-num-seqs", "256")
 
 
-def call(gateway: GatewayProcess, written: int = WRITTEN) -> str:
+def call(gateway: GatewayProcess, written: int = WRITTEN, limit: int = LIMIT) -> str:
     """One streamed call, to its end; what its last choice says."""
     body = {
         "model": "demo",
         "messages": [{"role": "user", "content": "hi"}],
-        "max_tokens": LIMIT,
+        "max_tokens": limit,
         "stream": True,
         "mock": {"output_tokens": written},
     }
@@ -43,9 +43,10 @@ def call(gateway: GatewayProcess, written: int = WRITTEN) -> str:
 
 
 @contextmanager
-def together(gateway: GatewayProcess, count: int, written: int = WRITTEN) -> Iterator[list[Future[str]]]:
+def together(gateway: GatewayProcess, count: int, *sizes: int) -> Iterator[list[Future[str]]]:
+    """`sizes`: as of `call`."""
     with ThreadPoolExecutor(count) as threads:
-        yield [threads.submit(call, gateway, written) for _ in range(count)]
+        yield [threads.submit(call, gateway, *sizes) for _ in range(count)]
 
 
 def running(gateway: GatewayProcess, count: int) -> int:
@@ -124,13 +125,17 @@ def test_a_gateway_that_dies_leaves_nothing_held(new_world: World) -> None:
     key = configure(new_world, "elastic", mocks)
     config = new_world.folder / "kvgate.yaml"
     dying, living = (new_world.gateway(config, key) for _ in range(2))
-    with together(dying, 10, written=900) as calls:
-        wait_until(lambda: grown(living) > 10, "some calls have grown")
+    with together(dying, 10, 4900, 5000) as calls:
+        wait_until(lambda: grown(dying) > 0, "some calls have grown")
+        for mock in mocks:
+            mock.slow(100)  # none ends before its gateway
         dying.process.send_signal(signal.SIGKILL)
         dying.process.wait()
         for each in calls:
             with pytest.raises(httpx.HTTPError):
                 each.result(60)
+    for mock in mocks:
+        mock.slow(0.1)
     wait_until(living.is_quiet, "what the dead one held is given back")
     with together(living, 2 * (BLOCKS // WHOLE)) as calls:
         assert {each.result(60) for each in calls} == {"stop"}
@@ -141,7 +146,7 @@ def test_a_gateway_that_dies_leaves_nothing_held(new_world: World) -> None:
 
 
 def grown(gateway: GatewayProcess) -> int:
-    """Tokens that were written, by the ages that calls have reached."""
+    """Calls that have reached each age from 128 tokens on."""
     headers = {"authorization": f"Bearer {ADMIN_TOKEN}"}
     kinds = gateway.client.get("/admin/v1/lengths", headers=headers).json()["fleets"]["demo"]
     return int(sum(age["entered"] for kind in kinds for age in kind["ages"] if age["tokens"] >= 128))
