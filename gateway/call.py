@@ -61,6 +61,8 @@ class Terms(msgspec.Struct, frozen=True):
     """When the first token is wanted, from the last byte of the request on; None = whenever."""
     mode: Mode | None = None
     """What its calls were promised; None = what its pool does."""
+    cache_salt: str = ""
+    """Of its prefixes in the engines' caches; '' = they are everybody's."""
     pool_share: float | None = None
     """The part of each pool's limit that the key may hold at once."""
     all_fleets: AllFleets | None = None

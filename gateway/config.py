@@ -388,6 +388,8 @@ class KeyEntry(_Strict, frozen=True, kw_only=True):
     models: Annotated[tuple[ModelName, ...], Meta(max_length=256)] | None = None
     """None = all."""
     limits: Limits = Limits()
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    """Calls of keys with the same one share the prefixes that engines keep, and with nobody else."""
     expires_ms: int | None = msgspec.field(name="expires", default=None)
     """Epoch milliseconds; the file has an ISO date (its first moment in UTC) or a date and time with zone."""
 

@@ -344,7 +344,8 @@ class Flow:
         access = engines.access(replica)
         call.meter = meter = self._meter(call, demand, grant, reservation)
         response_id = _response_id(call, replica)
-        body = forward(call.generation, demand.output_tokens, response_id, metered=meter is not None)
+        salt = call.terms.cache_salt
+        body = forward(call.generation, demand.output_tokens, response_id, meter is not None, salt)
         own = with_estimate([*call.headers, *access.headers], demand.prompt_tokens)
         headers = pinned(own, engines.rank(replica))
         request = UpstreamRequest(engines.url(replica), call.request.path, headers, body, tls=access.tls)

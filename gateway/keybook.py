@@ -205,6 +205,7 @@ def key_of(entry: KeyEntry) -> Key:
         quotas=quota.of_limits(msgspec.structs.asdict(limits), limits.minute_burst),
         all_fleets=_over_all(limits.all_fleets),
         expires_ms=entry.expires_ms,
+        cache_salt=entry.cache_salt or "",
         digest=bytes.fromhex(entry.sha256) if entry.sha256 else NO_SECRET,
     )
 
@@ -229,6 +230,7 @@ def row_of(entry: KeyEntry) -> dict[str, Any]:
         "group": entry.group,
         "models": entry.models,
         "limits": _stated(entry.limits, Limits()),
+        "cache_salt": entry.cache_salt is not None,
         "expires": None if entry.expires_ms is None else _date_text(entry.expires_ms),
         "sha256": entry.sha256 and entry.sha256[:DIGEST_SHOWN],
     }

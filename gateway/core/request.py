@@ -32,6 +32,7 @@ from gateway.core.prompt import (
     read_prompts,
     read_response,
 )
+from gateway.core.salt import salt_edit
 from gateway.core.stream_options import NO_STREAM, read_stream_options
 
 INTEGER_MAX = 2**31 - 1
@@ -274,13 +275,26 @@ def _sources(members: Members, dialect: Dialect) -> tuple[Source, ...]:
 
 
 def forward(
-    request: GenerationRequest, output_limit: int, response_id: str = "", metered: bool = False
+    request: GenerationRequest,
+    output_limit: int,
+    response_id: str = "",
+    metered: bool = False,
+    salt: str = "",
 ) -> bytes:
-    """The client's bytes with `output_limit` written in, usage asked for on a stream (`metered`: in each event), and
-    the id of a response that may be asked for again; nothing else.
+    """The client's bytes with `output_limit` written in, usage asked for on a stream (`metered`: in each event), the id
+    of a response that may be asked for again, and the salt of its key's prefixes; nothing else.
     """
-    if not request.endpoint.generates:
-        return request.body
+    edits = (
+        _generation_edits(request, output_limit, response_id, metered) if request.endpoint.generates else []
+    )
+    if salt and not request.endpoint.takes_form and (edit := salt_edit(request.body, salt)):
+        edits.append(edit)
+    return splice(request.body, edits) if edits else request.body
+
+
+def _generation_edits(
+    request: GenerationRequest, output_limit: int, response_id: str, metered: bool
+) -> list[Edit]:
     before, after = request.limit_around
     number = b"%b%d%b" % (before, output_limit, after)
     edits = [(start, end, number) for start, end in request.limit_spans]
@@ -290,7 +304,7 @@ def forward(
     if request.id_edit is not None:
         start, end, before = request.id_edit
         edits.append((start, end, b'%b"%b"' % (before, response_id.encode())))
-    return splice(request.body, edits)
+    return edits
 
 
 def _parse(endpoint: Endpoint, body: bytes, n_max: int) -> GenerationRequest:

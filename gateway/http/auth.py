@@ -47,6 +47,8 @@ class Key:
     """What holds over all fleets together; the limits above hold for each by itself."""
     expires_ms: int | None = None
     """Epoch milliseconds."""
+    cache_salt: str = field(default="", repr=False)
+    """'' = its prefixes are everybody's."""
     digest: bytes = field(default=NO_SECRET, repr=False)
     """SHA-256 of the secret; `NO_SECRET` where only a trusted header or a signed token can name the key."""
 

@@ -439,6 +439,7 @@ class Proxy:
             queue_key_max=queue.queue_key_max,
             ttft_ms=queue.ttft_ms,
             mode=key.mode or queue.mode,
+            cache_salt=key.cache_salt,
             all_fleets=key.all_fleets,
         )
 

@@ -191,7 +191,7 @@ def test_the_key_that_a_group_has_its_limits_from_stays(book: Book) -> None:
 
 def test_what_operators_see(book: Book) -> None:
     book.file_has(entry("a", expires="2027-01-31", limits={"requests_max": 2, "minute_burst": 0.5}))
-    book.store_has(entry("b", models=["m"], group="g", weight=3, **{"class": "low"}))
+    book.store_has(entry("b", models=["m"], group="g", weight=3, cache_salt="secret", **{"class": "low"}))
     plain = {
         "class": "normal",
         "mode": None,
@@ -199,6 +199,7 @@ def test_what_operators_see(book: Book) -> None:
         "group": None,
         "models": None,
         "limits": {},
+        "cache_salt": False,
         "expires": None,
     }
     limits = {"requests_max": 2, "minute_burst": 0.5}
@@ -212,4 +213,4 @@ def test_what_operators_see(book: Book) -> None:
         "source": "file",
     }
     b = {**plain, "name": "b", "sha256": digest("b")[:8], "models": ("m",), "group": "g", "weight": 3}
-    assert book.rows() == [a, {**b, "class": "low", "source": "store"}]
+    assert book.rows() == [a, {**b, "class": "low", "cache_salt": True, "source": "store"}]
