@@ -162,7 +162,7 @@ def test_a_key_from_its_making_to_its_end(one: tuple[GatewayProcess, Admin]) -> 
     assert re.fullmatch(r"[0-9a-f]{8}", shown)
     assert row == {
         "name": "team-a", "class": "low", "weight": 2, "group": "g", "models": ["demo"], "limits": limits,
-        "expires": "2099-01-31T00:00:00Z", "source": "store",
+        "mode": None, "cache_salt": False, "expires": "2099-01-31T00:00:00Z", "source": "store",
     }  # fmt: skip
     renewed = admin("POST", "/keys/team-a/rotate")["secret"]
     assert renewed != secret

@@ -119,6 +119,7 @@ async def test_leaving_while_the_second_attempt_runs(
 ) -> None:
     gateway, roomy, tight = pair
     reset(roomy, tight)
+    await soon(gateway.takes_calls, "no replica rests for what an earlier test had it answer")
     roomy.fail("status:503")
     wire = await start(gateway, LONG)
     await soon(lambda: tight.log()["started"], "the second attempt runs")
@@ -136,6 +137,7 @@ async def test_leaving_while_the_second_attempt_waits(
     """The other replica is full: the call moved into the queue after its first attempt failed."""
     gateway, roomy, tight = pair
     reset(roomy, tight)
+    await soon(gateway.takes_calls, "no replica rests for what an earlier test had it answer")
     fills_roomy = await start(gateway, completion(20_000, 28_000, hold_seconds=60))
     await soon(lambda: roomy.log()["started"], "the roomy replica is full")
     fills_tight = await start(gateway, completion(16_000, 16_000, hold_seconds=60))

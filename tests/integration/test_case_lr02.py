@@ -194,10 +194,10 @@ import gateway.flow
 broken, forward = Path(__file__).with_name("broken"), gateway.flow.forward
 
 
-def forward_or_fail(*arguments):
+def forward_or_fail(*arguments, **named):
     if broken.exists():
         raise RuntimeError("planted")
-    return forward(*arguments)
+    return forward(*arguments, **named)
 
 
 gateway.flow.forward = forward_or_fail
