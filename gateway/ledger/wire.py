@@ -36,6 +36,7 @@ class Wire(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._end: StoreAway | None = None
         self._ended: asyncio.Future[None] | None = None
+        self._is_reading = False
 
     def submit(self, command: Command, take: Take | None = None) -> asyncio.Future[Any]:
         """The reply, or what `take` makes of it in the socket's own callback.  Raises StoreAway when awaited."""
@@ -73,7 +74,10 @@ class Wire(asyncio.Protocol):
         if self._end:
             return
         self._end = StoreAway(why)
-        if self._transport:
+        if self._transport and self._is_reading:
+            # uvloop's TLS writes once more when its reader returns, and tells the loop of a closed transport.
+            asyncio.get_running_loop().call_soon(self._transport.abort)
+        elif self._transport:
             self._transport.abort()
         if self._ended and not self._ended.done():
             self._ended.set_result(None)
@@ -86,12 +90,15 @@ class Wire(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
+        self._is_reading = True
         try:
             self._replies.feed(data)
             while not self._end and (reply := self._replies.gets()) is not False:
                 self._hand_over(reply)
         except hiredis.ProtocolError as error:
             self.end(f"ProtocolError: {error}")
+        finally:
+            self._is_reading = False
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.end(f"{type(exc).__name__}: {exc}" if exc else "it closed the connection")

@@ -185,5 +185,5 @@ async def world(path: str, *limits: int, **options: Any) -> AsyncIterator[World]
             await member.stop()
         built.store.close()
     await asyncio.sleep(0)
-    assert not failures
+    assert not failures, failures
     assert asyncio.all_tasks() <= before

@@ -4,6 +4,8 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import redis
@@ -159,3 +161,22 @@ async def test_a_reply_to_one_that_was_given_up_is_skipped() -> None:
         given_up.cancel()
         assert await outcome(after) == b"b"
         wire.end("over")
+
+
+async def test_it_ends_after_its_reader_has_returned() -> None:
+    """uvloop's TLS writes what it has left when the reader returns: to a transport that the reader has closed."""
+    ended: list[str] = []
+    transport = cast(asyncio.Transport, SimpleNamespace(abort=lambda: ended.append("aborted"), write=len))
+    wire = Wire()
+    wire.connection_made(transport)
+    answer = wire.submit(("PING",))
+    wire.data_received(b"-ERR no\r\n")
+    assert (wire.why, ended) == ("ERR no", [])
+    with pytest.raises(StoreAway):
+        await answer
+    await asyncio.sleep(0)
+    assert ended == ["aborted"]
+    other = Wire()
+    other.connection_made(transport)
+    other.end("closed by this side")
+    assert ended == ["aborted"] * 2
