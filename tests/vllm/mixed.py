@@ -176,6 +176,10 @@ def _blocks(prompt: int, output: int) -> int:
     return -(-(prompt + output - 1) // BLOCK_SIZE)
 
 
+APART_SECONDS = 0.02
+"""Between the first calls of two callers: of a crowd that comes at once not every prompt is counted exactly."""
+
+
 class Callers:
     """As many calls under way as there are callers; what was wrong with an answer is in `lost`."""
 
@@ -195,6 +199,7 @@ class Callers:
         async with asyncio.TaskGroup() as group:
             for _ in range(self._count):
                 group.create_task(self._call_on())
+                await asyncio.sleep(APART_SECONDS)
 
     def end(self) -> None:
         self._ending = True

@@ -30,7 +30,7 @@ CALL_BLOCKS = USABLE_BLOCKS * 2 // 100
 OPTIONS = ("--num-gpu-blocks-override", str(BLOCKS))
 MEAN_BLOCKS = 8
 """That a call reserves at least, on average."""
-WAITING = 48
+WAITING = 160
 CALLERS = 2 * USABLE_BLOCKS // MEAN_BLOCKS + WAITING
 FILLED_MIN = 0.95
 FED_MIN = 0.9
