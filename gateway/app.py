@@ -698,6 +698,7 @@ def _media_rule(media: Media) -> MediaRule:
         media.clip_seconds,
         media.audio_seconds_max,
         media.audio_bytes_per_second,
+        media.tensor_tokens,
     )
 
 

@@ -294,6 +294,8 @@ class Media(_Strict, frozen=True, kw_only=True):
     """An engine cuts a longer sound into clips of this length; 0 = it does not."""
     audio_seconds_max: Annotated[int, Meta(ge=1, le=7_200)] = AUDIO_SECONDS_MAX
     audio_bytes_per_second: Annotated[int, Meta(ge=100, le=1_000_000)] = AUDIO_BYTES_PER_SECOND
+    tensor_tokens: Count | None = None
+    """None = tensors in place of a text or of media are refused."""
 
 
 class Fleet(_Strict, frozen=True, kw_only=True):

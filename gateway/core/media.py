@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.core.body import Refused, shorten
+from gateway.core.body import shorten
 from gateway.core.outcomes import Code, Refusal
 
 MEDIA_TOKENS = 4096
@@ -24,6 +24,8 @@ AUDIO_BYTES_PER_SECOND = 1000
 """8 kbit/s, the lowest rate of MP3; speech is seldom below twice that."""
 INLINE = "data:"
 """In place of a host: the request holds the bytes themselves."""
+TENSOR = "tensor:"
+"""In place of a host: the request holds what the model would have made of a text or of media."""
 NO_HOST = ""
 """In place of a host: a URL whose host two readers could read differently, or that has none (`file:`)."""
 _HOST_CHARS_SHOWN = 64
@@ -37,9 +39,9 @@ _PLAIN_URL = re.compile(
 """Without a login, a backslash, or anything but printable ASCII: what parsers of URLs disagree about."""
 
 
-IMAGE, AUDIO, VIDEO, OTHER = range(4)
+IMAGE, AUDIO, VIDEO, OTHER, EMBEDS = range(5)
 """Kinds, in the order of the fields of `Media`; no enum, since what hashes one is Python."""
-KINDS = 4
+KINDS = 5
 
 _KINDS = {
     "image_url": IMAGE,
@@ -52,10 +54,11 @@ _KINDS = {
 """By a part's type, or by the field that has it, in the order in which vLLM looks for one."""
 _KINDS_BY_TYPE = {**_KINDS, "image": IMAGE, "computer_screenshot": IMAGE}
 _EMBEDS = frozenset({"image_embeds", "audio_embeds", "video_embeds", "prompt_embeds"})
-"""Tensors: how many tokens one is, is told by it alone."""
+"""Tensors.  How many tokens one is, its bytes do not bound: a sparse or an expanded one has few for many."""
 _URLS = ("image_url", "audio_url", "video_url", "input_image", "file_url")
 _DATA = ("input_audio", "file_data")
 _GIVEN_BY = frozenset((*_URLS, *_DATA))
+_TENSOR_REFUSED = "`%s` is not accepted: its tokens are unknown (the model has no `media.tensor_tokens`)."
 
 
 class Media(msgspec.Struct, frozen=True):
@@ -66,10 +69,11 @@ class Media(msgspec.Struct, frozen=True):
     videos: int = 0
     others: int = 0
     """Parts of a kind that is not known here."""
+    tensors: int = 0
 
     @property
     def count(self) -> int:
-        return self.images + self.audios + self.videos + self.others
+        return self.images + self.audios + self.videos + self.others + self.tensors
 
 
 NO_MEDIA = Media()
@@ -85,7 +89,7 @@ class Sound(msgspec.Struct, frozen=True):
 
 
 Source = tuple[str, str]
-"""The field that names it, and the host that it is at, or INLINE, or NO_HOST."""
+"""The field that names it, and the host that it is at, or INLINE, or TENSOR, or NO_HOST."""
 
 
 class MediaRule(msgspec.Struct, frozen=True):
@@ -104,6 +108,8 @@ class MediaRule(msgspec.Struct, frozen=True):
     """Of a sound: engines refuse a longer one."""
     audio_bytes_per_second: int = AUDIO_BYTES_PER_SECOND
     """The least that a second of a compressed sound has."""
+    tensor_tokens: int | None = None
+    """Of a tensor, the most that one has; None: none is taken."""
 
     def clips(self, sound: Sound) -> int:
         """How many an engine makes of it, each a prompt of its own; too many rather than too few.
@@ -124,12 +130,16 @@ class MediaRule(msgspec.Struct, frozen=True):
             + media.audios * self.audio_tokens
             + media.videos * self.video_tokens
             + media.others * dearest
+            + media.tensors * (self.tensor_tokens or 0)
         )
 
     def refusal(self, sources: tuple[Source, ...], param: str) -> Refusal | None:
         """Of the first one that is not taken; `param` is the field of the request that has them."""
         for field, host in sources:
-            if host == INLINE:
+            if host == TENSOR:
+                if self.tensor_tokens is None:
+                    return Refusal(Code.INVALID_VALUE, _TENSOR_REFUSED % field, field)
+            elif host == INLINE:
                 if not self.inline:
                     message = f"`{field}` holds the data itself; `media.inline` of the model is false."
                     return Refusal(Code.INVALID_VALUE, message, param)
@@ -142,7 +152,7 @@ USUAL = MediaRule()
 
 
 def kind_of(part: Mapping[str, Any]) -> int:
-    """Of a part that is no text, or not only.  Raises Refused for a tensor.
+    """Of a part that is no text, or not only.
 
     With a `uuid`, or without a type, the first field counts that holds media, whatever else there is.
     """
@@ -150,16 +160,17 @@ def kind_of(part: Mapping[str, Any]) -> int:
     by_type = _KINDS_BY_TYPE.get(type_)
     if by_type is not None and part.get("uuid") is None:
         return by_type
-    embeds = type_ if type_ in _EMBEDS else next((name for name in part if name in _EMBEDS), None)
-    if embeds is not None:
-        message = f"`{embeds}` is not accepted: its tokens cannot be counted before the engine has them."
-        raise Refused(Code.INVALID_VALUE, message, embeds)
+    if type_ in _EMBEDS or not _EMBEDS.isdisjoint(part):
+        return EMBEDS
     by_field = next((kind for name, kind in _KINDS.items() if name in part), by_type)
     return OTHER if by_field is None else by_field
 
 
 def sources_of(part: Mapping[str, Any]) -> Iterator[Source]:
     """Whence a part has its data, by every field that may say so."""
+    if kind_of(part) == EMBEDS:
+        type_ = str(part.get("type"))
+        yield type_ if type_ in _EMBEDS else next(name for name in part if name in _EMBEDS), TENSOR
     for name in _GIVEN_BY.intersection(part):
         value = part[name]
         if name in _DATA:

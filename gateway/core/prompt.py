@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from gateway.core.body import Member, Members, Refused, decode, is_given, read_value, shown
-from gateway.core.media import KINDS, NO_MEDIA, USUAL, Media, MediaRule, Source, kind_of, sources_of
+from gateway.core.media import KINDS, NO_MEDIA, TENSOR, USUAL, Media, MediaRule, Source, kind_of, sources_of
 from gateway.core.outcomes import Code
 
 PROMPTS_MAX = 1024
@@ -62,6 +62,7 @@ _NOT_SHOWN_OF_ITEMS = frozenset({"type", "id", "status", "encrypted_content"})
 _MESSAGES = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
 _CONVERSATIONS = msgspec.json.Decoder(list[list[dict[str, msgspec.Raw]]])
 _STRING = msgspec.json.Decoder(str)
+_RAWS = msgspec.json.Decoder(list[msgspec.Raw])
 _SHOWN_EVERYWHERE = ("chat_template", "chat_template_kwargs")
 _TEMPLATE_FIELDS = ("documents", *_SHOWN_EVERYWHERE)
 """Fields of vLLM's chat API, beside messages and tools, that reach the prompt through the chat template."""
@@ -248,21 +249,38 @@ def literal_text(literal: msgspec.Raw) -> str:
 
 
 def read_prompts(members: Members) -> tuple[Prompt, ...]:
-    """The prompts of a completion: a string, strings, token ids, or lists of token ids.  Raises Refused."""
-    if is_given(members, "prompt_embeds"):
-        message = "`prompt_embeds` is not accepted: its tokens cannot be counted before the engine has them."
-        raise Refused(Code.INVALID_VALUE, message, "prompt_embeds")
+    """The prompts of a completion: tensors, then a string, strings, token ids, or lists of ids.  Raises Refused."""
+    tensors = _read_tensors(members, "prompt_embeds")
     tokens = _count_ids(members, "prompt")
     if tokens:
-        return (PromptTokens(tokens),)
+        return (*tensors, PromptTokens(tokens))
     prompt = read_value(members, "prompt")
+    if tensors and (prompt is None or prompt == ""):
+        return tensors if prompt is None else (*tensors, _prompt_text([""], START_TOKENS))
     if prompt is None:
         raise Refused(Code.MISSING_FIELD, "`prompt` is missing.", "prompt")
     prompts = _read_prompt_list(prompt, "prompt", PROMPTS_MAX, START_TOKENS)
     if prompts is None or prompt == "" or (isinstance(prompt, list) and "" in prompt):
         message = "`prompt` must be a string, strings, token ids, or lists of token ids, none of them empty."
         raise Refused(Code.INVALID_VALUE, message, "prompt")
-    return prompts
+    return (*tensors, *prompts)
+
+
+def _read_tensors(members: Members, name: str) -> tuple[Prompt, ...]:
+    """Each is a prompt of its own, and stays as it stands in the body: it can be megabytes.  Raises Refused."""
+    if not is_given(members, name):
+        return ()
+    try:
+        tensors = decode(members[name].view, name, _RAWS)
+    except msgspec.ValidationError:
+        tensors = [msgspec.Raw(members[name].view)]
+    if not all(bytes(tensor[:1]) == b'"' for tensor in map(memoryview, tensors)):
+        raise Refused(Code.INVALID_VALUE, f"`{name}` must be a string, or strings, of base64.", name)
+    if len(tensors) > PROMPTS_MAX:
+        message = f"`{name}` has {len(tensors)} prompts; a call may have {PROMPTS_MAX}."
+        raise Refused(Code.TOO_MANY_SEQUENCES, message, name)
+    prompt = PromptText((), 0, 0, media=Media(tensors=1), sources=((name, TENSOR),))
+    return (prompt,) * len(tensors)
 
 
 def read_inputs(members: Members, name: str) -> tuple[Prompt, ...]:

@@ -20,7 +20,7 @@ from gateway.core.body import (
     splice,
 )
 from gateway.core.inputs import Inputs, Layout, read_embedded, read_reranked, read_scored
-from gateway.core.media import NO_HOST, Media, MediaRule, Sound, Source
+from gateway.core.media import NO_HOST, TENSOR, Media, MediaRule, Sound, Source
 from gateway.core.outcomes import Code, Refusal
 from gateway.core.prompt import (
     Prompt,
@@ -265,13 +265,16 @@ def read_passed(
 
 
 def _sources(members: Members, dialect: Dialect) -> tuple[Source, ...]:
-    """What cannot be read here is for the engine to judge, but not where an operator has named the hosts."""
+    """What cannot be read here is for the engine to judge, but not where an operator has named the hosts.
+
+    Tensors come from nowhere, and take no blocks where nothing is generated.
+    """
     try:
         (prompt,) = read_messages(members) if dialect is Dialect.ANTHROPIC else read_chat(members)
     except Refused:
         return (("messages", NO_HOST),)
     assert isinstance(prompt, PromptText)
-    return prompt.sources
+    return tuple(source for source in prompt.sources if source[1] != TENSOR)
 
 
 def forward(

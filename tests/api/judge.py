@@ -86,6 +86,9 @@ def judged(path: str, form: Form, body: Mapping[str, Any]) -> tuple[GenerationRe
     read = request_of(path, form, body)
     if isinstance(read, Refusal):
         return read
+    refusal = read.not_taken(USUAL)
+    if refusal:
+        return refusal
     request = read.by_rule(USUAL)
     counts = [
         prompt_tokens(prompt, 0 if isinstance(prompt, PromptTokens) else prompt.utf8_bytes, 1.0)

@@ -65,7 +65,7 @@ class As(StrEnum):
 
     TEXT = "its text"
     MEDIA = "what the fleet's `media` says for its kind, whatever its bytes"
-    NOTHING = "it is refused: only the engine could tell its tokens"
+    NOTHING = "it is refused, unless the fleet's `media.tensor_tokens` says what one counts"
 
 
 class Way(StrEnum):

@@ -306,7 +306,13 @@ COMPLETIONS = Form(
         Field("prompt", [7] * 30, (Counts.PROMPT,), "token ids, exactly"),
         Field("prompt", [[7] * 30, [8] * 3], (Counts.PROMPT, Counts.SEQUENCES), "lists of ids"),
         Field("prompt", "", refused=Code.INVALID_VALUE, words="empty"),
-        Field("prompt_embeds", "AAAA", refused=Code.INVALID_VALUE, words="its tokens cannot be counted"),
+        Field(
+            "prompt_embeds",
+            "AAAA",
+            refused=Code.INVALID_VALUE,
+            words="only the engine could tell its tokens; with the fleet's `media.tensor_tokens` each counts that"
+            " many, is a prompt of its own, and passes",
+        ),
         Field(
             "max_tokens",
             None,

@@ -96,16 +96,31 @@ def test_a_text_with_a_uuid_is_read_as_the_media_that_it_has() -> None:
 
 @pytest.mark.parametrize("endpoint", WITH_PARTS)
 @pytest.mark.parametrize("name", ["image_embeds", "audio_embeds", "video_embeds", "prompt_embeds"])
-def test_tensors_are_refused(endpoint: Endpoint, name: str) -> None:
+def test_tensors_are_taken_where_the_fleet_says_what_one_counts(endpoint: Endpoint, name: str) -> None:
     for part in (
         {"type": name, "data": "AAAA"},
         {"type": name, name: "AAAA"},
         {name: "AAAA"},
         {"type": "image_url", "uuid": "u", name: None},
     ):
-        refusal = read(endpoint, part)
-        assert isinstance(refusal, Refusal), part
+        request = read(endpoint, part)
+        prompt = media_prompt(request)
+        assert prompt.media == Media(tensors=1), part
+        assert isinstance(request, GenerationRequest)
+        refusal = request.not_taken(USUAL)
+        assert refusal is not None
         assert (refusal.code, refusal.param) == (Code.INVALID_VALUE, name)
+        rule = MediaRule(tensor_tokens=500)
+        assert request.not_taken(rule) is None
+        assert tokens(request.by_rule(rule)) == tokens(request) + 500
+
+
+def test_a_tensor_passes_where_no_blocks_are_held() -> None:
+    """A fleet that names hosts takes it there, too: it comes from none of them."""
+    body = json.dumps(body_of(Endpoint.CHAT, {"prompt_embeds": "AAAA"})).encode()
+    request = read_passed("/tokenize", Dialect.OPENAI, body)
+    assert not isinstance(request, Refusal)
+    assert request.not_taken(MediaRule(hosts=frozenset())) is None
 
 
 def test_a_tool_that_gave_a_screenshot_gave_an_image() -> None:
@@ -122,19 +137,26 @@ def test_a_tool_that_gave_a_screenshot_gave_an_image() -> None:
 
 def test_the_rule_is_that_of_the_configuration(tmp_path: Path) -> None:
     file = tmp_path / "kvgate.yaml"
-    media = "{image_tokens: 1, audio_tokens: 2, video_tokens: 3, hosts: [Pics.example], inline: false}"
+    media = (
+        "{image_tokens: 1, audio_tokens: 2, video_tokens: 3, hosts: [Pics.example], inline: false,"
+        " tensor_tokens: 9}"
+    )
     pools = "[{name: short, replicas: ['http://h:1']}]"
     file.write_text(f"auth: {{required: false}}\nfleets: [{{model: demo, pools: {pools}, media: {media}}}]\n")
     settings = config.load(file, {})
     rule = plan_of(settings, settings.fleets[0]).media
-    assert rule == MediaRule(1, 2, 3, frozenset({"pics.example"}), inline=False)
+    assert rule == MediaRule(1, 2, 3, frozenset({"pics.example"}), inline=False, tensor_tokens=9)
 
 
-@given(st.builds(Media, *[st.integers(0, 50)] * 4), st.builds(MediaRule, *[st.integers(0, 10_000)] * 3))
+@given(
+    st.builds(Media, *[st.integers(0, 50)] * 5),
+    st.builds(MediaRule, *[st.integers(0, 10_000)] * 3, tensor_tokens=st.none() | st.integers(1, 10_000)),
+)
 def test_a_rule_counts_each_kind_and_the_unknown_as_the_dearest(media: Media, rule: MediaRule) -> None:
     costs = (rule.image_tokens, rule.audio_tokens, rule.video_tokens)
     kinds = (media.images, media.audios, media.videos)
     expected = sum(count * cost for count, cost in zip(kinds, costs, strict=True)) + media.others * max(costs)
+    expected += media.tensors * (rule.tensor_tokens or 0)
     assert rule.tokens(media) == expected
     prompt = PromptText((), 7 + USUAL.tokens(media), 0, media=media, media_tokens=USUAL.tokens(media))
     counted = prompt.by_rule(rule)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.core import body as bodies
-from gateway.core.media import MEDIA_TOKENS
+from gateway.core.media import MEDIA_TOKENS, MediaRule
 from gateway.core.outcomes import Code, Refusal
 from gateway.core.prompt import (
     ESCAPES_COUNTED_BYTES_MIN,
@@ -359,8 +359,32 @@ def test_best_of_counts_as_the_larger() -> None:
 
 
 def test_what_cannot_be_counted_is_refused() -> None:
-    assert refused(completion(prompt_embeds="AAAA"), Endpoint.COMPLETIONS).param == "prompt_embeds"
-    read(completion(prompt_embeds=None), Endpoint.COMPLETIONS)
+    for wrong in (7, {}, [7], ["AAAA", None], [["AAAA"]]):
+        assert refused(completion(prompt_embeds=wrong), Endpoint.COMPLETIONS).param == "prompt_embeds"
+    refusal = refused(completion(prompt_embeds=["A"] * 1025), Endpoint.COMPLETIONS)
+    assert (refusal.code, refusal.param) == (Code.TOO_MANY_SEQUENCES, "prompt_embeds")
+    for nothing in (None, []):
+        assert len(read(completion(prompt_embeds=nothing), Endpoint.COMPLETIONS).prompts) == 1
+        assert refused(encode({"prompt_embeds": nothing}), Endpoint.COMPLETIONS).param == "prompt"
+
+
+@pytest.mark.parametrize(("given", "texts"), [({}, 0), ({"prompt": ""}, 1), ({"prompt": ["a", "b"]}, 2)])
+@pytest.mark.parametrize(("tensors", "count"), [("AAAA", 1), (["AAAA", "BBBB"], 2)])
+def test_a_tensor_is_a_prompt_that_counts_what_the_fleet_says(
+    given: dict[str, Any], texts: int, tensors: Any, count: int
+) -> None:
+    """And none is decoded; a fleet that says nothing takes none."""
+    body = encode({**given, "prompt_embeds": tensors, "max_tokens": 4})
+    request = read(body, Endpoint.COMPLETIONS)
+    assert request.sequences == count + texts
+    refusal = request.not_taken(MediaRule())
+    assert refusal is not None
+    assert (refusal.code, refusal.param) == (Code.INVALID_VALUE, "prompt_embeds")
+    rule = MediaRule(tensor_tokens=77)
+    assert request.not_taken(rule) is None
+    first = request.by_rule(rule).prompts[0]
+    assert isinstance(first, PromptText)
+    assert (first.fixed_tokens, first.media_tokens, first.texts, first.is_text_alone) == (77, 77, (), False)
 
 
 @pytest.mark.parametrize("name", ["kv_transfer_params", "ec_transfer_params"])
