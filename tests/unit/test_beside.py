@@ -79,4 +79,5 @@ def test_how_full_is_the_average_over_the_time_in_which_calls_waited() -> None:
         *looks((8.0, 0, 7), queue=0),
     ]
     assert filled(seen, 100) == pytest.approx((1 * 100 + 3 * 60) / 4 / 100)
-    assert fed(seen) == pytest.approx(0.5)
+    assert fed(seen) == 1
+    assert fed([*seen, *looks((10.0, 0, 7), (12.0, 0, 7), queue=0)]) == pytest.approx(0.5)

@@ -7,7 +7,7 @@ import asyncio
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import dropwhile, pairwise
 from typing import Any, Self
 
 import httpx
@@ -116,8 +116,9 @@ def filled(looks: Sequence[Look], limit: int) -> float:
 
 
 def fed(looks: Sequence[Look]) -> float:
-    """The part of the time in which calls waited."""
-    seconds = [(seconds, look.queue > 0) for seconds, look in _lasting(looks)]
+    """The part of the time in which calls waited, from the first that did: before, not all callers had come."""
+    came = dropwhile(lambda look: not look.queue, looks)
+    seconds = [(seconds, look.queue > 0) for seconds, look in _lasting(tuple(came))]
     return sum(part for part, waits in seconds if waits) / sum(part for part, _ in seconds)
 
 
@@ -140,7 +141,8 @@ class Watch:
         self._usable_blocks = usable_blocks
 
     async def __aenter__(self) -> Self:
-        self._client = httpx.AsyncClient(trust_env=False, timeout=ANSWER_SECONDS)
+        fresh = httpx.Limits(max_keepalive_connections=0)  # a server hangs up on one that was idle for 5 s
+        self._client = httpx.AsyncClient(trust_env=False, timeout=ANSWER_SECONDS, limits=fresh)
         self._task = asyncio.create_task(self._go_on())
         return self
 
