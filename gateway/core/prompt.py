@@ -274,7 +274,7 @@ def _read_tensors(members: Members, name: str) -> tuple[Prompt, ...]:
         tensors = decode(members[name].view, name, _RAWS)
     except msgspec.ValidationError:
         tensors = [msgspec.Raw(members[name].view)]
-    if not all(bytes(tensor[:1]) == b'"' for tensor in map(memoryview, tensors)):
+    if not all(bytes(memoryview(tensor)[:1]) == b'"' for tensor in tensors):
         raise Refused(Code.INVALID_VALUE, f"`{name}` must be a string, or strings, of base64.", name)
     if len(tensors) > PROMPTS_MAX:
         message = f"`{name}` has {len(tensors)} prompts; a call may have {PROMPTS_MAX}."
