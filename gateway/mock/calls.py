@@ -176,6 +176,9 @@ def parse_text(body: Json, call_id: str, server: Server) -> Call:
         raise Refusal(400, text, param="suffix")
     echo = bool(body.get("echo"))
     reader = Reader(body, server.engine, keep=echo or bool(body.get("return_token_ids")))
+    if body.get("prompt_embeds") not in (None, []):
+        words = "You must set `--enable-prompt-embeds` to input `prompt_embeds`."
+        raise parameter_error(words, "prompt_embeds")
     prompts = reader.completion(body.get("prompt"))
     logprobs = _checked_logprobs(integer(body, "logprobs"), "logprobs")
     return resolved(Api.TEXT, body, prompts, f"cmpl-{call_id}", server, logprobs)
