@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from gateway.core.headers import FOR_ENGINES, PROMPT_TOKENS
 from gateway.core.media import AUDIO_BYTES_PER_SECOND, AUDIO_SECONDS_MAX, CLIP_SECONDS, MEDIA_TOKENS, host_of
-from gateway.core.modes import POOL_MODES, PROMISES, Mode, can_keep
+from gateway.core.modes import PROMISES, Mode, can_keep
 from gateway.core.outcomes import OperatorError
 from gateway.core.request import UNRESERVED, Endpoint
 
@@ -1251,7 +1251,7 @@ def _check_fleet(fleet: Fleet, path: str) -> None:
     _check_lanes(fleet, path)
     for p, pool in enumerate(fleet.pools):
         _check_sources(pool, f"{path}.pools[{p}]")
-        _check_mode(pool.mode, f"{path}.pools[{p}].mode")
+        _one_of(f"{path}.pools[{p}].mode", pool.mode, [mode.value for mode in Mode])
     replicas = {
         f"{path}.pools[{p}].replicas[{r}]": replica.name
         for p, pool in enumerate(fleet.pools)
@@ -1264,18 +1264,6 @@ def _check_fleet(fleet: Fleet, path: str) -> None:
                 f"{here}.name", f"replica {name!r} is already {seen[name]}; give one another name"
             )
         seen[name] = here
-
-
-def _check_mode(mode: str, path: str) -> None:
-    """Who is preempted in a shared pool depends on an engine's option that no engine tells: vLLM 0.32 answers a call
-    with a `priority` with 200 whether it heeds that or not."""
-    if mode == Mode.SHARED:
-        raise ConfigError(
-            path,
-            "shared is not supported: no engine says whether it runs with --scheduling-policy priority, without which "
-            "it may preempt calls that were guaranteed; use a pool of each mode",
-        )
-    _one_of(path, mode, [known.value for known in POOL_MODES])
 
 
 def _check_sources(pool: Pool, path: str) -> None:

@@ -27,7 +27,7 @@ from gateway.core.events import Observer, Unmetered
 from gateway.core.growth import IN_FULL, Growth, start
 from gateway.core.headers import pinned, with_estimate
 from gateway.core.lifecycle import Action, Event, Step
-from gateway.core.modes import can_keep
+from gateway.core.modes import can_keep, yields
 from gateway.core.outcomes import Code, Refusal
 from gateway.core.prefill import PrefillTimes, wait_for_first_token_ms
 from gateway.core.prompt import PromptTokens
@@ -344,8 +344,10 @@ class Flow:
         access = engines.access(replica)
         call.meter = meter = self._meter(call, demand, grant, reservation)
         response_id = _response_id(call, replica)
+        grows = meter is not None
+        ahead = yields(engines.shape().mode_of(engines.pool(replica)), grows)
         salt = call.terms.cache_salt
-        body = forward(call.generation, demand.output_tokens, response_id, meter is not None, salt)
+        body = forward(call.generation, demand.output_tokens, response_id, grows, salt, ahead)
         own = with_estimate([*call.headers, *access.headers], demand.prompt_tokens)
         headers = pinned(own, engines.rank(replica))
         request = UpstreamRequest(engines.url(replica), call.request.path, headers, body, tls=access.tls)

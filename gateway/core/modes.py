@@ -12,14 +12,17 @@ class Mode(StrEnum):
     ELASTIC = elastic.ELASTIC
     """What a call may need until it grows: more calls run at once, and a preemption is rare, not impossible."""
     SHARED = elastic.SHARED
-    """Both, side by side: the engine has to preempt those that are elastic first.  The books know it, settings do not:
-    whether an engine does cannot be seen."""
+    """Both, side by side: its engines have to heed `priority`, and preempt those that are elastic first.  Whether one
+    does cannot be seen from outside: vLLM 0.32 answers a call of any `priority` with 200 under either policy."""
 
 
-POOL_MODES = (Mode.GUARANTEED, Mode.ELASTIC)
-"""That settings may say."""
 PROMISES = (Mode.GUARANTEED, Mode.ELASTIC)
 """What a key or class may say; without a word it has what its pool does."""
+
+
+def yields(pool: Mode, grows: bool) -> bool:
+    """Whether a call there has to be preempted before others; `grows`: it holds less than its whole demand."""
+    return grows and pool is Mode.SHARED
 
 
 def is_promised(asked: Mode | None) -> bool:

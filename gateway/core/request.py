@@ -34,6 +34,7 @@ from gateway.core.prompt import (
 )
 from gateway.core.salt import salt_edit
 from gateway.core.stream_options import NO_STREAM, read_stream_options
+from gateway.core.urgency import yielding_edit
 
 INTEGER_MAX = 2**31 - 1
 """vLLM keeps these numbers in 32 bits."""
@@ -283,15 +284,19 @@ def forward(
     response_id: str = "",
     metered: bool = False,
     salt: str = "",
+    yields: bool = False,
 ) -> bytes:
     """The client's bytes with `output_limit` written in, usage asked for on a stream (`metered`: in each event), the id
-    of a response that may be asked for again, and the salt of its key's prefixes; nothing else.
+    of a response that may be asked for again, the salt of its key's prefixes, and the `priority` of a call that
+    `yields` to others in its engine; nothing else.
     """
     edits = (
         _generation_edits(request, output_limit, response_id, metered) if request.endpoint.generates else []
     )
     if salt and not request.endpoint.takes_form and (edit := salt_edit(request.body, salt)):
         edits.append(edit)
+    if yields:
+        edits.append(yielding_edit(request.body, request.priority))
     return splice(request.body, edits) if edits else request.body
 
 

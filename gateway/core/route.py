@@ -109,7 +109,10 @@ class FleetShape:
 
     def modes_of(self, lane: str) -> tuple[Mode, ...]:
         """Of the pools of a lane."""
-        return tuple(self.modes.get(pool, Mode.GUARANTEED) for pool in self.lanes.get(lane, (lane,)))
+        return tuple(map(self.mode_of, self.lanes.get(lane, (lane,))))
+
+    def mode_of(self, pool: str) -> Mode:
+        return self.modes.get(pool, Mode.GUARANTEED)
 
     def only(self, name: str) -> "FleetShape":
         """For a call that one replica of that pool has to take, however long its prompt."""

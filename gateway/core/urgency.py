@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 
+from gateway.core.body import Edit, append_member, read_members
 from gateway.core.outcomes import Code, Refusal
 
 PRIORITY = b"x-kvgate-priority"
@@ -10,6 +11,10 @@ PRIORITY = b"x-kvgate-priority"
 DEADLINE = b"x-kvgate-deadline-ms"
 """Header: milliseconds after which the client no longer wants the call to begin."""
 DEADLINE_MS_MAX = 24 * 3_600_000
+FIELD = "priority"
+"""Of the body, to engines that heed it: a higher number waits, and is preempted, before a lower one."""
+YIELDING = 2**32
+"""Added to that of a call that has to be preempted before any other: more than clients' own can differ by."""
 
 _NUMBER = re.compile(rb"[0-9]{1,10}")
 _SHOWN_CHARS = 40
@@ -29,6 +34,12 @@ def lowered_class(own: str, classes: Sequence[str], asked: bytes | None, priorit
         message = f"`{PRIORITY.decode()}` is {name[:_SHOWN_CHARS]!r}; the classes are {', '.join(classes)}."
         return Refusal(Code.INVALID_VALUE, message, PRIORITY.decode())
     return classes[max(lowest, classes.index(name))]
+
+
+def yielding_edit(body: bytes, priority: int) -> Edit:
+    """Writes the `priority` of a call that yields to others into a body that was read before; `priority` is its own."""
+    member, value = read_members(body).get(FIELD), b"%d" % (priority + YIELDING)
+    return append_member(body, FIELD, value) if member is None else (member.start, member.end, value)
 
 
 def read_deadline(raw: bytes | None) -> int | Refusal | None:

@@ -367,6 +367,7 @@ class Generation:
 
     def _note(self, record: Record, stream: Stream) -> None:
         record.cached_tokens = stream.cached_tokens
+        record.preemptions = sum(track.preemptions for track in stream.tracks)
         if stream.first_token_at is not None:
             self._journal.note_first_token(record, stream.first_token_at - stream.arrived)
 

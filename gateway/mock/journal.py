@@ -39,6 +39,8 @@ class Record:
     counts: Sequence[int] = ()
     """Output tokens of each sequence: the list that the answer counts in."""
     cached_tokens: int = 0
+    preemptions: int = 0
+    """Of all its sequences."""
     times: dict[str, float] = field(default_factory=dict)
     """Unix time in seconds of "received", "started" (the engine gave it blocks), "first_token" and "ended"."""
     sha256: str = field(init=False)
@@ -59,6 +61,7 @@ class Record:
             "prompt_tokens": self.prompt_tokens,
             "output_tokens": sum(self.counts),
             "cached_tokens": self.cached_tokens,
+            "preemptions": self.preemptions,
             "times": self.times,
             "headers": self.headers,
             "body": self._parsed(),

@@ -124,7 +124,12 @@ MODEL = Field(
     words="the fleet, whose engines know aliases and LoRA adapters by this name; only where there is a single fleet "
     "it may be missing",
 )
-PRIORITY = Field("priority", 5, (Counts.CLASS,), "above 0 it lowers the call by a class; nothing raises it")
+PRIORITY = Field(
+    "priority",
+    5,
+    (Counts.CLASS,),
+    "above 0 it lowers the call by a class; nothing raises it; in a `shared` pool more is added for calls that grow",
+)
 TRANSFERS = tuple(
     Field(
         name,

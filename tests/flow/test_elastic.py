@@ -15,6 +15,7 @@ from gateway.core.learned import LearnedLengths
 from gateway.core.lengths import BUCKETS, Watched
 from gateway.core.modes import Mode
 from gateway.core.outcomes import Code, Outcome
+from gateway.core.urgency import YIELDING
 from gateway.mock.engine import EngineConfig
 from tests.flow.driver import CHAT, Visitor
 from tests.flow.engines import DONE, LAST_CHUNK, STREAM_HEAD, Peer, chunk, event, mock_engine, raw_engine
@@ -165,6 +166,30 @@ async def test_others_hold_all_of_their_demand(
         assert sent == ({"include_usage": True} if fields["stream"] else None)
         assert not world.lengths.has_news
         await world.quiet()
+
+
+@pytest.mark.parametrize("own", [{}, {"priority": 3}, {"priority": -3}])
+@pytest.mark.parametrize(
+    ("mode", "promise", "added"),
+    [
+        (Mode.SHARED, None, YIELDING),
+        (Mode.SHARED, Mode.GUARANTEED, 0),
+        (Mode.ELASTIC, None, 0),
+        (Mode.GUARANTEED, None, 0),
+    ],
+)
+async def test_in_a_shared_pool_an_engine_is_told_whom_to_preempt(
+    store_url: str, own: dict[str, int], mode: Mode, promise: Mode | None, added: int
+) -> None:
+    async with (
+        mock_engine(EngineConfig(), speed=FAST) as mock,
+        gateway(store_url, {"a": mock.url}, mode=mode, promise=promise) as world,
+    ):
+        visitor = await world.visit(chat(max_tokens=40, stream=True, **own))
+        assert visitor.status == 200
+        await world.quiet()
+        expected = own.get("priority", 0) + added if own or added else None
+        assert received(mock)["body"].get("priority") == expected
 
 
 # -- what they hold ------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from gateway.core.urgency import YIELDING
 from tests.processes import ADMIN_TOKEN, GatewayProcess, Mock, World, wait_until
 
 BLOCKS = 401
@@ -24,7 +25,7 @@ AT_ONCE = 40
 OPTIONS = ("--num-gpu-blocks-override", str(BLOCKS), "--max-num-seqs", "256")
 
 
-def call(gateway: GatewayProcess, written: int = WRITTEN, limit: int = LIMIT) -> str:
+def call(gateway: GatewayProcess, written: int = WRITTEN, limit: int = LIMIT, key: str = "") -> str:
     """One streamed call, to its end; what its last choice says."""
     body = {
         "model": "demo",
@@ -33,7 +34,10 @@ def call(gateway: GatewayProcess, written: int = WRITTEN, limit: int = LIMIT) ->
         "stream": True,
         "mock": {"output_tokens": written},
     }
-    with gateway.client.stream("POST", "/v1/chat/completions", json=body, timeout=120) as answer:
+    headers = {"authorization": f"Bearer {key or gateway.key}"}
+    with gateway.client.stream(
+        "POST", "/v1/chat/completions", json=body, headers=headers, timeout=120
+    ) as answer:
         text = answer.read().decode()
         assert answer.status_code == 200, text
     assert "usage" not in text
@@ -165,3 +169,27 @@ def test_a_pool_that_becomes_guaranteed_is_so_for_new_calls(new_world: World) ->
     config.write_text(text.replace('"mode": "elastic"', '"mode": "guaranteed"'))
     wait_until(lambda: "kvgate.yaml reloaded" in gateway.log.read_text(), "the change is used")
     assert at_once(gateway, mocks) == BLOCKS // WHOLE
+
+
+def test_in_a_shared_pool_only_elastic_calls_are_preempted(new_world: World) -> None:
+    """Those that write far more than was learned; the guaranteed ones come last, and are an engine's first choice."""
+    mock = new_world.mock(*OPTIONS, "--scheduling-policy", "priority")
+    config, (key, promised) = new_world.config(
+        pools("shared", [mock]), {}, {"mode": "guaranteed"}, queue={"seconds_max": 120}
+    )
+    gateway = new_world.gateway(config, key)
+    for _ in range(LEARNED_FROM // 20):
+        with together(gateway, 20) as calls:
+            assert {each.result(120) for each in calls} == {"stop"}
+    mock.slow(30)  # until all are there
+    with ThreadPoolExecutor(16) as threads:
+        calls = [threads.submit(call, gateway, LIMIT) for _ in range(14)]
+        assert running(gateway, 14) == 14
+        calls += [threads.submit(call, gateway, LIMIT, key=promised) for _ in range(2)]
+        assert running(gateway, 16) == 16
+        mock.slow(0.1)
+        assert {each.result(120) for each in calls} == {"length"}
+    told = mock.log()["requests"][-16:]
+    preempted = {call["body"].get("priority", 0) for call in told if call["preemptions"]}
+    assert preempted == {YIELDING}
+    wait_until(gateway.is_quiet, "nothing is held")

@@ -39,16 +39,16 @@ def promised(mode: str) -> dict[str, Any]:
 
 
 def test_pools_guarantee_unless_they_say_otherwise(tmp_path: Path) -> None:
-    pools = loaded(tmp_path, content("elastic", None)).fleets[0].pools
-    assert [pool.mode for pool in pools] == ["elastic", "guaranteed"]
+    for mode in ("elastic", "shared"):
+        pools = loaded(tmp_path, content(mode, None)).fleets[0].pools
+        assert [pool.mode for pool in pools] == [mode, "guaranteed"]
     assert [class_.mode for class_ in loaded(tmp_path, content(None, None)).classes] == [None] * 3
 
 
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        (content("x", None), "fleets[0].pools[0].mode: has to be one of guaranteed, elastic"),
-        (content("shared", None), "fleets[0].pools[0].mode: shared is not supported: no engine says whether"),
+        (content("x", None), "fleets[0].pools[0].mode: has to be one of guaranteed, elastic, shared"),
         (content(None, None, **promised("shared")), "classes[0].mode: has to be one of guaranteed, elastic"),
         (
             content("elastic", None, **promised("guaranteed")),
@@ -68,6 +68,7 @@ def test_a_promise_that_some_pool_of_each_lane_keeps_is_good(tmp_path: Path) -> 
     lanes = {"short": ["short", "long"]}
     assert loaded(tmp_path, content("elastic", None, lanes=lanes, **promised("guaranteed"))).classes[0].mode
     assert loaded(tmp_path, content("elastic", "elastic", **promised("elastic")))
+    assert loaded(tmp_path, content("shared", "shared", **promised("guaranteed")))
 
 
 @pytest.mark.parametrize(

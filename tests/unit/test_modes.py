@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.core.modes import Mode, can_keep, is_elastic
+from gateway.core.modes import Mode, can_keep, is_elastic, yields
 
 G, E, S = Mode.GUARANTEED, Mode.ELASTIC, Mode.SHARED
 
@@ -25,3 +25,9 @@ G, E, S = Mode.GUARANTEED, Mode.ELASTIC, Mode.SHARED
 )
 def test_table(asked: Mode | None, pools: tuple[Mode, ...], elastic: bool, kept: bool) -> None:
     assert (is_elastic(asked, pools), can_keep(asked, pools)) == (elastic, kept)
+
+
+@pytest.mark.parametrize("pool", Mode)
+@pytest.mark.parametrize("grows", [False, True])
+def test_who_may_fall_short_yields_where_others_hold_all(pool: Mode, grows: bool) -> None:
+    assert yields(pool, grows) == (grows and pool is S)

@@ -1,11 +1,14 @@
 """A call may make itself less urgent than its key, and never more."""
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.core.outcomes import Code, Refusal
-from gateway.core.urgency import DEADLINE_MS_MAX, lowered_class, read_deadline
+from gateway.core.request import INTEGER_MAX, Endpoint, GenerationRequest, forward, parse
+from gateway.core.urgency import DEADLINE_MS_MAX, YIELDING, lowered_class, read_deadline
 
 CLASSES = ("high", "normal", "low")
 
@@ -59,3 +62,32 @@ def test_a_bad_deadline_is_named(raw: bytes) -> None:
     assert isinstance(refusal, Refusal)
     assert (refusal.code, refusal.param) == (Code.INVALID_VALUE, "x-kvgate-deadline-ms")
     assert "from 1 to 86400000, got '" in refusal.message
+
+
+OWN = st.sampled_from([{}, {"priority": None}]) | st.fixed_dictionaries(
+    {"priority": st.integers(-INTEGER_MAX, INTEGER_MAX)}
+)
+
+
+def forwarded(own: dict[str, int | None], yields: bool) -> dict[str, object]:
+    body = json.dumps({"model": "m", **own, "prompt": "hi", "max_tokens": 5}).encode()
+    request = parse(Endpoint.COMPLETIONS, body, 1)
+    assert isinstance(request, GenerationRequest)
+    found = json.loads(forward(request, 5, yields=yields))
+    assert isinstance(found, dict)
+    return found
+
+
+@given(OWN, OWN)
+def test_who_yields_comes_after_all_who_do_not_whatever_clients_say(
+    own: dict[str, int | None], other: dict[str, int | None]
+) -> None:
+    """An engine takes 64 bits; among those that yield the clients' own numbers decide."""
+    yielding, ahead = forwarded(own, True), forwarded(other, False)
+    assert ahead == {"model": "m", "prompt": "hi", "max_tokens": 5} | other
+    first, second = ahead.get("priority") or 0, yielding["priority"]
+    assert isinstance(first, int)
+    assert isinstance(second, int)
+    assert first < second < 2**63
+    assert second - (own.get("priority") or 0) == YIELDING
+    assert yielding | {"priority": None} == forwarded({"priority": None} | own, False) | {"priority": None}
