@@ -13,11 +13,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tests.faults import of_books, of_engines, of_gateways, of_stores
+from tests.faults import of_books, of_engines, of_gateways, of_growth, of_stores
 from tests.faults.catalogue import Fault, Part
 from tests.faults.scene import FULL, GATEWAYS, HEARTBEAT_SECONDS, LEASE_SECONDS, REPLICAS
 
-PARTS: Sequence[Part] = (of_gateways.PART, of_stores.PART, of_engines.PART, of_books.PART)
+PARTS: Sequence[Part] = (of_gateways.PART, of_stores.PART, of_engines.PART, of_books.PART, of_growth.PART)
 DOCS = Path(__file__).parents[2] / "docs"
 FIGURES, DOCUMENT = DOCS / "reliability.json", DOCS / "reliability.md"
 

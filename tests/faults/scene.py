@@ -17,11 +17,15 @@ from typing import Any
 import redis
 
 from gateway.core.invariants import Snapshot, violations
+from gateway.core.learned import LearnedLengths
+from gateway.core.lengths import Watched
+from gateway.core.modes import Mode
+from gateway.ledger.lengths import SharedLengths
 from gateway.ledger.verify import snapshot_of
 from tests.conformance.books import read_content
 from tests.faults.callers import COMPLETE, Caller, Crowd, error_event
 from tests.faults.proxy import StoreProxy, store_proxy
-from tests.processes import GatewayProcess, Mock, World, world
+from tests.processes import ADMIN_TOKEN, GatewayProcess, Mock, World, world
 from tests.wire import blocks_of, soon
 
 LEASE_SECONDS = 1.5
@@ -31,6 +35,8 @@ STEP_MS = 10
 """Of the mock engines: a token of every stream takes this long."""
 FLEET = "demo"
 PROMPT_TOKENS = 40
+KIND = "normal:demo"
+LEARNED_CALLS = 300
 WHOLE_SECONDS = 30.0
 """Longest that a fault may leave its mark."""
 LOOK_SECONDS = 0.05
@@ -68,6 +74,10 @@ class Needs:
     """Of the gateways, by section."""
     may_exceed: bool = False
     """More may be held on a replica than its limit."""
+    mode: Mode = Mode.GUARANTEED
+    """Of the pool."""
+    learned: tuple[int, ...] = ()
+    """Output tokens at which calls ended before."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +118,7 @@ class Scene:
         options = (*sizes, "--step-running-us", "0", "--step-prefill-us", "0")
         starts = (asyncio.to_thread(self.here.mock, *options) for _ in range(REPLICAS))
         self.mocks = list(await asyncio.gather(*starts))
+        await self._teach()
         config, (key,) = self._config()
         for _ in range(GATEWAYS):
             environ = {}
@@ -118,14 +129,32 @@ class Scene:
             self.gateways.append(self.here.gateway(config, key, wait=False, **environ))
         self.living = list(self.gateways)
         await asyncio.gather(*(asyncio.to_thread(gateway.wait_ready) for gateway in self.gateways))
+        await soon(lambda: all(map(self._has_learned, self.gateways)), "every gateway knows what was learned")
+
+    async def _teach(self) -> None:
+        """As gateways that are no more have told the store."""
+        if not self.needs.learned:
+            return
+        lengths = LearnedLengths()
+        for written in self.needs.learned * (LEARNED_CALLS // len(self.needs.learned)):
+            news: dict[int, tuple[int, int]] = {}
+            Watched().end(written, True, news)
+            lengths.observe(KIND, news)
+        shared = SharedLengths(self.here.store.url, FLEET, lengths, lambda _: None, reply_seconds=30)
+        await shared.exchange()
+        shared.close()
+
+    def _has_learned(self, gateway: GatewayProcess) -> bool:
+        headers = {"authorization": f"Bearer {ADMIN_TOKEN}"}
+        found = gateway.client.get("/admin/v1/lengths", headers=headers).raise_for_status().json()
+        return bool(found["fleets"][FLEET]) or not self.needs.learned
 
     def _config(self) -> Any:
         settings = {name: dict(section) for name, section in self.needs.settings.items()}
         timing = {"lease_seconds": LEASE_SECONDS, "heartbeat_seconds": HEARTBEAT_SECONDS}
         store = timing | settings.pop("store", {})
-        return self.here.config(
-            [{"name": "only", "replicas": [mock.url for mock in self.mocks]}], store=store, **settings
-        )
+        pool = {"name": "only", "mode": self.needs.mode, "replicas": [mock.url for mock in self.mocks]}
+        return self.here.config([pool], store=store, **settings)
 
     async def fill(self) -> None:
         """Streams at every gateway, and, where the engines are full then, calls that wait."""
