@@ -1,6 +1,5 @@
 """Tokens of a request's prompts: by the packaged vocabulary, and by what was learned of such texts."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from gateway.core.content import Part, parts
@@ -29,9 +28,12 @@ async def estimate(
     counter: Counter, request: GenerationRequest, token_factor: float, factors: Factors | None
 ) -> Estimate:
     """Of each prompt, by `factors` where they are given; `token_factor` is what holds without any."""
-    found = [await _estimate(counter, prompt, token_factor, factors) for prompt in request.prompts]
-    counts = [counted for counted, _ in found]
-    return Estimate(counts, found[0][1] if _teaches(request, counts) else None)
+    counts: list[Counted] = []
+    guess: Guess | None = None
+    for prompt in request.prompts:
+        counted, guess = await _estimate(counter, prompt, token_factor, factors)
+        counts.append(counted)
+    return Estimate(counts, guess if guess is not None and _teaches(request) else None)
 
 
 def learn(factors: Factors, guess: Guess, reported: int) -> None:
@@ -51,9 +53,13 @@ async def _estimate(
     return Counted(factors.estimate(found) + prompt.fixed_tokens, True), Guess(found, prompt.fixed_tokens)
 
 
-def _teaches(request: GenerationRequest, counts: Sequence[Counted]) -> bool:
+def _teaches(request: GenerationRequest) -> bool:
     """The engine tells one number: it has to be of this text, whole, and of nothing else."""
-    if len(counts) > 1 or request.truncate_prompt_tokens is not None or not request.endpoint.generates:
+    if (
+        len(request.prompts) > 1
+        or request.truncate_prompt_tokens is not None
+        or not request.endpoint.generates
+    ):
         return False
     (prompt,) = request.prompts
     return isinstance(prompt, PromptText) and prompt.is_text_alone

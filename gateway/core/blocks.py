@@ -37,16 +37,13 @@ def demand_blocks(
     with `s = (p - 1) // block_size`, as an engine computes a prompt's last token anew and so never shares its
     block.  The blocks of several prompts are never shared.
     """
-    beside = -(-shape.encoder_tokens // shape.block_size)
-    each = [
-        beside
-        + sequence_blocks(p, output_tokens, shape.max_model_len, shape.block_size, shape.speculative_tokens)
-        for p in prompts
-    ]
+    length_max, size, ahead = shape.max_model_len, shape.block_size, shape.speculative_tokens
+    beside = -(-shape.encoder_tokens // size) if shape.encoder_tokens else 0
+    each = [beside + sequence_blocks(p, output_tokens, length_max, size, ahead) for p in prompts]
     if share_prompt_of_n and len(prompts) == 1:
         shared = min((prompts[0] - 1) // shape.block_size, each[0])
         return shared + per_prompt * (each[0] - shared)
-    return per_prompt * sum(each)
+    return per_prompt * (each[0] if len(each) == 1 else sum(each))
 
 
 def inputs_blocks(prompts: Sequence[int], block_size: int) -> int:

@@ -82,6 +82,32 @@ def read_members(body: bytes) -> Members:
     if len(values) > MEMBERS_MAX:
         message = f"The body has {len(values)} fields; at most {MEMBERS_MAX} are accepted."
         raise Refused(Code.INVALID_VALUE, message)
+    return _members_at_usual_places(body, values) or _members(body, values)
+
+
+def _members_at_usual_places(body: bytes, values: dict[str, msgspec.Raw]) -> Members | None:
+    """Where the text is as clients write it: no white space but a blank, or none, behind every comma and colon.
+
+    None for any other text, and where a key comes twice: its first value stands in a place where nothing is expected.
+    """
+    colon = body.find(b":")
+    blank = b" " if body[colon + 1 : colon + 2] == b" " else b""
+    before, after = b'{"', b'":' + blank
+    found: Members = {}
+    at = 0
+    for name, value in values.items():
+        key = b"%b%b%b" % (before, name.encode(), after)
+        start = at + len(key)
+        end = start + len(value)
+        if not (body.startswith(key, at) and body.startswith(value, start)):
+            return None
+        found[name] = Member(body, start, end)
+        at, before = end, b"," + blank + b'"'
+    return found if body[at:] == b"}" else None
+
+
+def _members(body: bytes, values: dict[str, msgspec.Raw]) -> Members:
+    """The same of any text."""
     found: Members = {}
     at, name = 0, ""
     while key := _KEY.match(body, at):
@@ -124,9 +150,12 @@ def decode(value: bytes | memoryview, name: str, decoder: msgspec.json.Decoder[A
 def read_integer(members: Members, name: str, minimum: int, maximum: int) -> int | None:
     """An integer within the bounds; 10.0 counts as 10, null as absent; anything else is refused."""
     member = members.get(name)
-    if member is None or member.is_null:
+    if member is None:
         return None
-    value = _integer(member.raw)
+    raw = member.raw
+    if raw == b"null":
+        return None
+    value = _integer(raw)
     if value is None or not minimum <= value <= maximum:
         wanted = f"an integer from {minimum} to {maximum}"
         raise Refused(Code.INVALID_VALUE, f"`{name}` must be {wanted}, got {shown(member)}.", name)
@@ -226,6 +255,8 @@ def _integer(raw: bytes) -> int | None:
     """Exact for integers; None for what is not a number, not finite, or has a fraction."""
     if len(raw) > NUMBER_BYTES_MAX or raw[0] not in b"-0123456789":
         return None
+    if raw.isdigit():
+        return int(raw)
     if raw.lstrip(b"-").isdigit():
         return int(raw)
     value = float(raw)

@@ -6,6 +6,7 @@ one); within one script and one density, tokens for bytes, it hardly differs.
 
 import math
 import re
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -69,7 +70,7 @@ class Part(NamedTuple):
 def parts(shares: Iterable[Share]) -> tuple[Part, ...]:
     """Of the texts of a prompt."""
     found = list(shares)
-    size = sum(sum(share.tokens for share in found) >= bound for bound in SIZES)
+    size = bisect_right(SIZES, sum(share.tokens for share in found))
     return tuple(_part(share, size) for share in found)
 
 

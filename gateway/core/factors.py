@@ -93,6 +93,9 @@ class Factors:
 
         What is nearly all of one kind goes by that; of a mixture each part goes by the mean of its kind.
         """
+        if len(parts) == 1:  # as nearly always
+            (main,) = parts
+            return main.exact, main.coarse, main.tokens
         total = sum(part.tokens for part in parts)
         main = max(parts, key=lambda part: part.tokens)
         if main.tokens >= PURE * total:

@@ -53,6 +53,7 @@ _TEXT_KEYS = {
 _TOOL_KINDS = frozenset({"tool_use", "tool_addition"})
 """Parts that are shown as JSON: a call, and a tool that is declared in the middle of a conversation."""
 _QUOTE = ord('"')
+_NULL_BYTES = len(b"null")
 _NO_MESSAGES = "`messages` must be a non-empty list."
 _LIST_OF_NUMBERS = re.compile(rb"\[[ \t\r\n]*[0-9]")
 _STARTS_A_CHAT = re.compile(rb"\[[ \t\r\n\[]*\{")
@@ -66,6 +67,7 @@ _RAWS = msgspec.json.Decoder(list[msgspec.Raw])
 _SHOWN_EVERYWHERE = ("chat_template", "chat_template_kwargs")
 _TEMPLATE_FIELDS = ("documents", *_SHOWN_EVERYWHERE)
 """Fields of vLLM's chat API, beside messages and tools, that reach the prompt through the chat template."""
+_SHOWN_BESIDE = frozenset({"tools", "functions", "response_format", *_TEMPLATE_FIELDS})
 
 
 Text = str | msgspec.Raw
@@ -338,7 +340,8 @@ class _Gathered:
     """What was found in a chat so far."""
 
     texts: list[Text] = field(default_factory=list)
-    media: list[int] = field(default_factory=lambda: [0] * KINDS)
+    media: list[int] | None = None
+    """By kind; None where there is none."""
     sources: dict[Source, None] = field(default_factory=dict)
     fixed_tokens: int = 0
     field: str = "messages"
@@ -362,12 +365,13 @@ class _Gathered:
 
     def add_media(self, kind: int) -> None:
         self._add_piece()
+        self.media = self.media or [0] * KINDS
         self.media[kind] += 1
 
     def prompt(self, escape_bytes: int = 0) -> PromptText:
         """`escape_bytes`: as there."""
-        media, texts = Media(*self.media), tuple(self.texts)
-        media_tokens = USUAL.tokens(media)
+        media, texts = Media(*self.media) if self.media else NO_MEDIA, tuple(self.texts)
+        media_tokens = USUAL.tokens(media) if self.media else 0
         utf8_bytes, fixed = sum(map(text_bytes, texts)), self.fixed_tokens + media_tokens
         return PromptText(texts, fixed, utf8_bytes, escape_bytes, media, media_tokens, tuple(self.sources))
 
@@ -414,7 +418,9 @@ def _read_message(message: dict[str, msgspec.Raw], gathered: _Gathered) -> None:
     """Any field may be shown by a chat template; a usual role is in the frame that every message has."""
     gathered.fixed_tokens += MESSAGE_TOKENS
     for name, value in message.items():
-        if (name == "role" and bytes(value) in _USUAL_ROLES) or _is_null(value):
+        if name == "role" and bytes(value) in _USUAL_ROLES:
+            continue
+        if len(value) == _NULL_BYTES and bytes(value) == b"null":
             continue
         if name == "name":
             gathered.fixed_tokens += NAME_TOKENS
@@ -430,10 +436,6 @@ def _read_message(message: dict[str, msgspec.Raw], gathered: _Gathered) -> None:
 
 def _text_of(value: msgspec.Raw | None) -> str | None:
     return literal_text(value) if value and memoryview(value)[0] == _QUOTE else None
-
-
-def _is_null(value: msgspec.Raw) -> bool:
-    return len(value) == len(b"null") and bytes(value) == b"null"
 
 
 def _read_parts(content: Any, gathered: _Gathered, place: _Place) -> None:
@@ -498,6 +500,8 @@ def _read_result(part: dict[str, Any], gathered: _Gathered, place: _Place) -> No
 
 def _read_tools(members: Members, gathered: _Gathered) -> None:
     """Tools, response schemas and whatever else a chat template shows, as compact JSON."""
+    if _SHOWN_BESIDE.isdisjoint(members):
+        return
     for name in ("tools", "functions"):
         tools = read_value(members, name)
         if tools is None:

@@ -20,7 +20,7 @@ from gateway.core.body import (
     splice,
 )
 from gateway.core.inputs import Inputs, Layout, read_embedded, read_reranked, read_scored
-from gateway.core.media import NO_HOST, TENSOR, Media, MediaRule, Sound, Source
+from gateway.core.media import NO_HOST, NO_MEDIA, TENSOR, Media, MediaRule, Sound, Source
 from gateway.core.outcomes import Code, Refusal
 from gateway.core.prompt import (
     Prompt,
@@ -184,21 +184,28 @@ class GenerationRequest(Request, frozen=True, kw_only=True):
         return self.stream and self.sequences == 1 and self.endpoint in (Endpoint.CHAT, Endpoint.COMPLETIONS)
 
     def not_taken(self, rule: MediaRule) -> Refusal | None:
-        refusals = (
-            rule.refusal(prompt.sources, self.prompt_field)
-            for prompt in self.prompts
-            if isinstance(prompt, PromptText) and prompt.sources
-        )
-        return next((refusal for refusal in refusals if refusal), None)
+        for prompt in self.prompts:
+            if isinstance(prompt, PromptText) and prompt.sources:
+                refusal = rule.refusal(prompt.sources, self.prompt_field)
+                if refusal:
+                    return refusal
+        return None
 
     def by_rule(self, rule: MediaRule) -> "GenerationRequest":
         """With its media counted as a fleet counts them; of a request as it was read."""
         if self.sound is not None:
             return self._with_clips(self.sound, rule)
-        if not any(isinstance(prompt, PromptText) and prompt.media.count for prompt in self.prompts):
+        if not self.has_media:
             return self
         counted = (p.by_rule(rule) if isinstance(p, PromptText) else p for p in self.prompts)
         return msgspec.structs.replace(self, prompts=tuple(counted))
+
+    @property
+    def has_media(self) -> bool:
+        for prompt in self.prompts:
+            if isinstance(prompt, PromptText) and prompt.media is not NO_MEDIA and prompt.media.count:
+                return True
+        return False
 
     def _with_clips(self, sound: Sound, rule: MediaRule) -> "GenerationRequest":
         """Each has the same text, and a sound of its own."""
@@ -321,9 +328,11 @@ def _parse(endpoint: Endpoint, body: bytes, n_max: int) -> GenerationRequest:
     stream = read_boolean(members, "stream") and not is_batch
     usage = read_stream_options(members, body) if stream else NO_STREAM
     limit_field, output_limit = _read_output_limit(members, endpoint)
-    min_tokens = _read_min_tokens(members, limit_field, output_limit)
-    per_prompt = _read_sequences(members, n_max)
-    _check_the_rest(members, endpoint)
+    min_tokens, per_prompt = 0, 1
+    if not _SELDOM_GIVEN.isdisjoint(members):
+        min_tokens = _read_min_tokens(members, limit_field, output_limit)
+        per_prompt = _read_sequences(members, n_max)
+        _check_the_rest(members, endpoint)
     prompts, layout = _PROMPTS[endpoint](members), Layout() if is_batch else None
     count = layout.count(len(prompts)) if layout else len(prompts)
     prompt_field = "prompt" if endpoint is Endpoint.COMPLETIONS else "messages"
@@ -355,6 +364,10 @@ def _parse(endpoint: Endpoint, body: bytes, n_max: int) -> GenerationRequest:
     )
 
 
+_SELDOM_GIVEN = frozenset(
+    {"min_tokens", "use_beam_search", "n", "best_of", "seed", "top_logprobs", "logprobs", *_TRANSFER_FIELDS}
+)
+"""What `_read_min_tokens`, `_read_sequences` and `_check_the_rest` look for: looking once costs a tenth of that."""
 _PROMPTS = {
     Endpoint.CHAT: read_chat,
     Endpoint.CHAT_BATCH: read_batch,
@@ -496,13 +509,14 @@ def _read_string(members: Members, name: str) -> str | None:
 
 
 def _read_output_limit(members: Members, endpoint: Endpoint) -> tuple[str, int | None]:
+    """What is read and does not count has to be a number all the same."""
     fields = LIMIT_FIELDS[endpoint]
-    read = fields if endpoint is Endpoint.RESPONSES else ("max_completion_tokens", "max_tokens")
-    values = {f: read_integer(members, f, 1, INTEGER_MAX) for f in read}
-    for name in fields:
-        if values[name] is not None:
-            return name, values[name]
-    return fields[0], None
+    found: tuple[str, int] | None = None
+    for name in fields if endpoint is Endpoint.RESPONSES else ("max_completion_tokens", "max_tokens"):
+        value = read_integer(members, name, 1, INTEGER_MAX) if name in members else None
+        if value is not None and found is None and name in fields:
+            found = name, value
+    return found or (fields[0], None)
 
 
 def _read_sequences(members: Members, n_max: int) -> int:

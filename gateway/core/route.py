@@ -164,8 +164,7 @@ class Outlook:
         )
 
 
-@dataclass(slots=True)
-class _Place:
+class _Place(msgspec.Struct):
     """A call as it would run in a pool: prompts as the engine cuts them, output limit as it fits there."""
 
     lane: LaneShape
@@ -196,9 +195,9 @@ class _Place:
     def fits(self) -> bool:
         """True when an idle replica of the pool has room for the call."""
         pool = self.lane.pool
-        return self.blocks_min <= pool.usable_max and (
-            self.runs_in_parts or self.sequences <= pool.sequences_max
-        )
+        if self.runs_in_parts:
+            return self.blocks_min <= pool.usable_max
+        return self.blocks <= pool.usable_max and self.sequences <= pool.sequences_max
 
 
 def route(
@@ -213,9 +212,10 @@ def route(
     output_tokens = _output_limit(fleet, request, limits)
     if isinstance(output_tokens, Refusal):
         return output_tokens
-    refusal = _context_not_cleared(request, prompt_tokens, limits)
-    if refusal is not None:
-        return refusal
+    if limits.context_tokens_max is not None:
+        refusal = _context_not_cleared(request, prompt_tokens, limits.context_tokens_max)
+        if refusal is not None:
+            return refusal
     measured = _measured(fleet, request, prompt_tokens, output_tokens)
     place = _best(measured)
     if place is None:
@@ -324,11 +324,8 @@ def _output_limit(fleet: FleetShape, request: GenerationRequest, limits: KeyLimi
 
 
 def _context_not_cleared(
-    request: GenerationRequest, prompt_tokens: Sequence[int], limits: KeyLimits
+    request: GenerationRequest, prompt_tokens: Sequence[int], cleared: int
 ) -> Refusal | None:
-    cleared = limits.context_tokens_max
-    if cleared is None:
-        return None
     longest = max(_as_cut(request, prompt_tokens, None))
     if longest <= cleared:
         return None
@@ -342,8 +339,12 @@ def _measured(
     fleet: FleetShape, request: GenerationRequest, prompt_tokens: Sequence[int], output_tokens: int
 ) -> list[_Place]:
     """The call in every pool that takes prompts of its length, in the order of the pools."""
-    places = (_measure(fleet, lane, request, prompt_tokens, output_tokens) for lane in fleet.lane_shapes)
-    return [place for place in places if place is not None]
+    places: list[_Place] = []
+    for lane in fleet.lane_shapes:
+        place = _measure(fleet, lane, request, prompt_tokens, output_tokens)
+        if place is not None:
+            places.append(place)
+    return places
 
 
 def _measure(

@@ -53,6 +53,8 @@ class VocabularyError(OperatorError):
 
 _SCRIPT_BITS, _BYTES_BITS = 4, 20
 """Of a number in the memo, the lowest first; the others are tokens.  A part has four bytes a character at most."""
+_SCRIPT_MASK, _BYTES_MASK = (1 << _SCRIPT_BITS) - 1, (1 << _BYTES_BITS) - 1
+_TOKENS_SHIFT = _SCRIPT_BITS + _BYTES_BITS
 
 
 class _Part(NamedTuple):
@@ -87,16 +89,12 @@ class _Sum:
             self.add(known)
         else:
             self._of_texts.setdefault(id(text), _Sum()).add(known)
-            self.tokens += known >> _SCRIPT_BITS + _BYTES_BITS
+            self.tokens += known >> _TOKENS_SHIFT
 
     def add(self, known: int) -> None:
-        script, bytes_ = (
-            known & ((1 << _SCRIPT_BITS) - 1),
-            known >> _SCRIPT_BITS & ((1 << _BYTES_BITS) - 1),
-        )
-        tokens = known >> _SCRIPT_BITS + _BYTES_BITS
+        tokens = known >> _TOKENS_SHIFT
         self.tokens += tokens
-        self._note(script, tokens, bytes_)
+        self._note(known & _SCRIPT_MASK, tokens, known >> _SCRIPT_BITS & _BYTES_MASK)
 
     def _note(self, script: int, tokens: int, bytes_: int) -> None:
         before = self._by_script.get(script)
@@ -111,9 +109,8 @@ class _Sum:
             main = max(shares, key=lambda script: shares[script])
             self._note(main, of_text.tokens, sum(bytes_ for _, bytes_ in shares.values()))
         self._of_texts.clear()
-        return Counted(
-            self.tokens, True, tuple(Share(SCRIPTS[s], *sums) for s, sums in self._by_script.items())
-        )
+        found = [Share(SCRIPTS[script], *sums) for script, sums in self._by_script.items()]
+        return Counted(self.tokens, True, tuple(found))
 
 
 class _Found(NamedTuple):

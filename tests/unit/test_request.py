@@ -303,6 +303,51 @@ def test_members_are_what_the_standard_library_reads(body: bytes) -> None:
         assert json.loads(member.raw) == plain[name]
 
 
+@given(
+    st.lists(st.tuples(KEY | st.sampled_from(["n", "model"]), JSON), max_size=5),
+    st.sampled_from([(",", ":"), (", ", ": "), (", ", ":"), (",", ": ")]),
+    st.booleans(),
+)
+def test_members_are_found_however_a_library_sets_them(
+    members: list[tuple[str, Any]], separators: tuple[str, str], escapes: bool
+) -> None:
+    """Without other white space, as nearly all bodies are; a key that comes twice is found there, too."""
+    comma, colon = separators
+    parts = [
+        json.dumps(name, ensure_ascii=escapes) + colon + json.dumps(value, separators=separators)
+        for name, value in members
+    ]
+    body = ("{" + comma.join(parts) + "}").encode()
+    names = [name for name, _ in members]
+    if len(set(names)) < len(names):
+        with pytest.raises(bodies.Refused) as raised:
+            bodies.read_members(body)
+        assert raised.value.refusal.code is Code.DUPLICATE_FIELD
+        return
+    found = bodies.read_members(body)
+    assert list(found) == names
+    for name, value in members:
+        assert found[name].raw == body[found[name].start : found[name].end]
+        assert json.loads(found[name].raw) == value
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"n": 1, "n": 12}',
+        b'{"n": 12, "n": 1}',
+        b'{"a": "b", "a": "b"}',
+        b'{"a":1,"b":2,"a":1}',
+        b'{"a": 1, "b": ", \\"a\\": 1", "a": 1}',
+        b'{"a": 1,"a":  1}',
+    ],
+)
+def test_a_field_that_comes_twice_is_found_in_any_setting(body: bytes) -> None:
+    with pytest.raises(bodies.Refused) as raised:
+        bodies.read_members(body)
+    assert raised.value.refusal.code is Code.DUPLICATE_FIELD
+
+
 @given(st.binary(max_size=60) | st.text(alphabet='{}[]":,\\ 01eNa-.\n"').map(str.encode))
 def test_any_bytes_are_read_or_refused_and_never_more_leniently_than_by_the_standard_library(
     body: bytes,
