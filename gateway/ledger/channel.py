@@ -19,17 +19,22 @@ Result = list[Any]
 Done = Callable[[Result], None]
 
 
-@dataclass(slots=True)
+_pack = msgspec.msgpack.Encoder().encode
+
+
 class Op:
-    """Raises what msgspec does where an argument cannot be packed: then it never gets into a batch."""
+    """One question or word to the store."""
 
-    arguments: list[Any]
-    done: Done
-    """Gets the result where the reply arrives; must not block."""
-    packed: bytes = b""
+    __slots__ = ("arguments", "done", "packed")
 
-    def __post_init__(self) -> None:
-        self.packed = msgspec.msgpack.encode(self.arguments)
+    def __init__(self, arguments: list[Any], done: Done) -> None:
+        """`done` gets the result where the reply arrives; it must not block.
+
+        Raises what msgspec does where an argument cannot be packed: then it never gets into a batch.
+        """
+        self.arguments = arguments
+        self.done = done
+        self.packed = _pack(arguments)
 
     def finish(self, result: Result) -> None:
         """A failure here is this op's own: the results of the others are handed out all the same."""
@@ -87,6 +92,11 @@ class Channel:
         )
 
     @property
+    def gathered(self) -> int:
+        """Ops of calls that wait to be sent, but for those that move."""
+        return len(self._frees) + len(self._growths) + len(self._admits) + len(self._asks)
+
+    @property
     def unanswered(self) -> bool:
         """A batch was sent, and what the store made of it is not known."""
         return self._batch is not None
@@ -116,9 +126,11 @@ class Channel:
 
     def drop(self, id_: str) -> bool:
         """Take back what was not sent yet of an id; True when that was its admit."""
-        self._growths.pop(id_, None)
-        self._moves.pop(("R", id_), None)
-        self._moves.pop(("M", id_), None)
+        if self._growths:
+            self._growths.pop(id_, None)
+        if self._moves:
+            self._moves.pop(("R", id_), None)
+            self._moves.pop(("M", id_), None)
         return self._admits.pop(id_, None) is not None
 
     def declares(self, id_: str) -> bool:
@@ -172,8 +184,7 @@ class Channel:
 
     def _gather(self, heartbeat: Op | None) -> list[Op]:
         ops = [heartbeat] if heartbeat else []
-        while self._frees and len(ops) < BATCH_OPS:
-            ops.append(self._frees.popleft())
+        _move(self._frees, ops)
         while self._growths and len(ops) < BATCH_OPS:
             ops.append(self._growths.pop(next(iter(self._growths))))
         while self._moves and len(ops) < BATCH_OPS:
@@ -181,8 +192,19 @@ class Channel:
         if self._declare and not self._moves and len(ops) < BATCH_OPS:
             ops.append(Op(["Y"], self._declare))
             self._declare = None
+        if len(ops) + len(self._admits) <= BATCH_OPS:
+            ops += self._admits.values()
+            self._admits.clear()
         while self._admits and len(ops) < BATCH_OPS:
             ops.append(self._admits.pop(next(iter(self._admits))))
-        while self._asks and len(ops) < BATCH_OPS:
-            ops.append(self._asks.popleft())
+        _move(self._asks, ops)
         return ops
+
+
+def _move(waiting: deque[Op], ops: list[Op]) -> None:
+    """The first of them, as many as a batch has room for."""
+    if len(ops) + len(waiting) <= BATCH_OPS:
+        ops += waiting
+        waiting.clear()
+    while waiting and len(ops) < BATCH_OPS:
+        ops.append(waiting.popleft())

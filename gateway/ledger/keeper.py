@@ -7,11 +7,12 @@ import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 from gateway.core.books import FleetConfig
 from gateway.core.events import LeaseLost, Observer, StoreUp
 from gateway.core.fill import fill
+from gateway.deadline import Deadline
 from gateway.ledger.channel import Op, Reply, Result
 from gateway.ledger.connection import Connection, listen
 from gateway.ledger.records import config_arguments, decode_text
@@ -31,6 +32,10 @@ LOOK_SECONDS = 0.01
 """For the sockets to be read before a batch is taken for unanswered."""
 GATE_SECONDS = 0.25
 """Between questions whether the gate is open."""
+GATHER_TURNS = 2
+"""Turns of the loop that a batch waits for more: bytes are read in the first, in the second tasks act on them."""
+GATHERED_ENOUGH = 16
+"""Ops.  More make an op hardly cheaper."""
 PAGE_SIZE = 500
 OBSERVE_SECONDS = 3.0
 """What this process sees of replicas is told again so often: the last word of one that died must not stay."""
@@ -40,6 +45,10 @@ LOG_SECONDS = 10.0
 
 class Keeper:
     """`run` is the only task that waits for the connection, so batches, configuration and paging never overlap."""
+
+    _late: Deadline
+    """Of the batch on its way, and `_beat` of a rest, while `run` runs."""
+    _beat: Deadline
 
     def __init__(
         self,
@@ -61,6 +70,9 @@ class Keeper:
         self._known_run = ""
         """The server process that last carried a batch of ours out."""
         self._work = asyncio.Event()
+        """Ends a rest."""
+        self._has_work = False
+        """Something was put in since the last rest: there is none now."""
         self._resting = False
         """The task waits for work, so a batch can be sent for it."""
         self._sent: Awaitable[Reply] | None = None
@@ -84,7 +96,8 @@ class Keeper:
         self._differs = False
         self._listed = 0
         """Calls of ours in the list that the store last gave."""
-        self._late: asyncio.TimerHandle | None = None
+        self._looked = False
+        """It was not answered when it should have been, and the sockets are being read once more."""
         self.slow = False
         """The batch on its way should have been answered by now."""
         self._away_since: float | None = self._now()
@@ -107,9 +120,11 @@ class Keeper:
 
     def wake(self) -> None:
         """There is something to send: while nothing else is on its way it goes now, a turn of the loop may be long."""
-        self._idle.clear()
+        self._has_work = True
+        if not self._resting:
+            return
         self._work.set()
-        if self._resting and self._ledger.channel.busy:
+        if self._ledger.channel.busy:
             self._send()
 
     def reconfigure(self) -> None:
@@ -143,6 +158,7 @@ class Keeper:
         self._listed = 1
         while self._listed or self._ledger.holding:
             self._differs = True
+            self._idle.clear()
             self.wake()
             await self._idle.wait()
 
@@ -152,6 +168,15 @@ class Keeper:
         """Until cancelled.  A failure of our own is logged and treated as an outage: everything starts anew."""
         if self._away_since is not None:  # nobody has looked for it yet
             self._away_since = self._now()
+        loop = asyncio.get_running_loop()
+        self._late, self._beat = Deadline(loop, self._look_again), Deadline(loop, self._work.set)
+        try:
+            await self._run()
+        finally:
+            self._late.close()
+            self._beat.close()
+
+    async def _run(self) -> Never:
         while True:
             try:
                 await self._connect()
@@ -210,8 +235,21 @@ class Keeper:
                 return
             await self._act_on(reply)
             self._failures = 0
-            if not reply.more:
-                await self._rest()
+            if reply.more:
+                continue
+            await self._rest()
+            if not self._sent:
+                await self._gather()
+
+    async def _gather(self) -> None:
+        """What came while a batch was on its way is not alone: in two turns of the loop its like comes as well, from
+        calls whose bytes are here already.  A batch costs as much as five calls in it, in the store and here.
+        """
+        channel = self._ledger.channel
+        for _ in range(GATHER_TURNS):
+            if not channel.busy or channel.unanswered or channel.gathered >= GATHERED_ENOUGH:
+                return
+            await asyncio.sleep(0)
 
     async def _exchange(self) -> Reply:
         if self._sent is None:
@@ -229,21 +267,21 @@ class Keeper:
 
     def _send(self) -> None:
         self._resting = False
-        self._late = asyncio.get_running_loop().call_later(SLOW_SECONDS, self._look_again)
+        self._late.set(SLOW_SECONDS)
         self._sent = self._ledger.channel.send(self._connection, self._owner, self._heartbeat)
 
     def _look_again(self) -> None:
         """It may be this process that was busy: on uvloop timers go first, and the reply may lie there unread."""
-        self._late = asyncio.get_running_loop().call_later(LOOK_SECONDS, self._note_slow)
-
-    def _note_slow(self) -> None:
-        self.slow = True
+        if self._looked:
+            self.slow = True
+        else:
+            self._looked = True
+            self._late.set(LOOK_SECONDS)
 
     def _forget_sent(self) -> None:
-        if self._late:
-            self._late.cancel()
-        self._sent = self._late = None
-        self.slow = False
+        self._late.clear()
+        self._sent = None
+        self._looked = self.slow = False
 
     def _notice_policy(self, policy: int) -> None:
         if policy != self._policy:
@@ -264,8 +302,10 @@ class Keeper:
             await self._compare()
         if self._configure:
             await self._send_config()
-        await self._tell_observations()
-        await self._run_errands()
+        if self._untold or self._now() >= self._tell_at:
+            await self._tell_observations()
+        if self._errands:
+            await self._run_errands()
         if reply.status == "ok":
             await self._read_replicas()
 
@@ -273,15 +313,19 @@ class Keeper:
         """Until there is something to send, or the next heartbeat is due."""
         if not self._ledger.channel.busy and not self._differs:
             self._idle.set()
-            self._resting = True
-            try:
-                async with asyncio.timeout(max(self._beat_at - self._now(), 0)):
-                    await self._work.wait()
-            except TimeoutError:
-                pass
-            finally:
-                self._resting = False
+            if not self._has_work:
+                await self._sleep()
+        self._has_work = False
+
+    async def _sleep(self) -> None:
         self._work.clear()
+        self._resting = True
+        self._beat.set(max(self._beat_at - self._now(), 0))
+        try:
+            await self._work.wait()
+        finally:
+            self._resting = False
+            self._beat.clear()
 
     def _heartbeat(self) -> Op | None:
         """Due once a heartbeat; until the gate is open it also asks whether it is."""

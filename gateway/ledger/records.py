@@ -37,6 +37,9 @@ _STR_8, _STR_0 = b"\xd9", b"\xa0"
 """How msgpack begins a string of up to 255 bytes, and an empty one."""
 
 
+_unpack = msgspec.msgpack.Decoder().decode
+
+
 def decode_record(kind: str, packed: bytes) -> dict[str, Any]:
     if kind not in _BYTES:
         return dict(zip(FIELDS[kind], msgspec.msgpack.decode(packed), strict=True))
@@ -84,7 +87,7 @@ def decode_step(reply: list[Any]) -> list[Any]:
     """A reply of `step` with the results of its ops, each a list."""
     told = [decode_text(item) for item in reply[:5]]
     if len(reply) > 5:
-        told += [msgspec.msgpack.decode(reply[5]), decode_text(reply[6])]
+        told += [_unpack(reply[5]), decode_text(reply[6])]
     return told
 
 

@@ -35,9 +35,9 @@ class Ask:
     """`Reservation` of the Valkey ledger.  All methods run on the event loop; results come from the channel's task."""
 
     __slots__ = (
-        "_answer", "_asked_at", "_claiming", "_grown", "_leaves", "_ledger", "_left", "_lost", "_position",
-        "_predicted_ms", "_timer", "_unheard", "_used", "abandoned", "admission", "base", "by_force", "exclude",
-        "held", "id", "path", "phase", "prefill", "queued", "replica", "run", "started_at",
+        "_answer", "_asked_at", "_claiming", "_grown", "_is_expected", "_leaves", "_ledger", "_left", "_lost",
+        "_position", "_predicted_ms", "_timer", "_unheard", "_used", "abandoned", "admission", "base",
+        "by_force", "exclude", "held", "id", "path", "phase", "prefill", "queued", "replica", "run", "started_at",
     )  # fmt: skip
 
     def __init__(self, ledger: "ValkeyLedger", id_: str, admission: Admission, lost: Lost) -> None:
@@ -55,6 +55,8 @@ class Ask:
         self._ledger = ledger
         self._lost = lost
         self._answer: asyncio.Future[Grant | Refusal] | None = None
+        self._is_expected = False
+        """The time for which it is held for the store's answer is running."""
         self._timer: asyncio.TimerHandle | None = None
         self.started_at = 0.0
         """When the call began to be willing to wait; a move does not give it more time."""
@@ -139,8 +141,9 @@ class Ask:
             self._ledger.forecast.ended(self.run, self._ledger.now())
         self._disarm()
         self._leaves = self._answer is None or not self._answer.done() or self._answer.cancelled()
-        self._resolve(self._ledger.draining_refusal())
-        corrections = quota.corrections(self.admission.charges, used) if used is not None else []
+        if self.unanswered:
+            self._resolve(self._ledger.draining_refusal())
+        corrections = [] if used is None else quota.corrections(self.admission.charges, used)
         self._used = (-1 if used_blocks is None else used_blocks, -1 if cost is None else cost, corrections)
         if self._recall():
             self.forget()
@@ -351,7 +354,8 @@ class Ask:
         """An answer within the time that a call is held for the store."""
         self._asked_at = self._ledger.now()
         self._answer = asyncio.get_running_loop().create_future()
-        self._arm(self._ledger.hold_seconds, self._not_heard)
+        self._is_expected = True
+        self._ledger.unanswered.add(self)
         return self._answer
 
     def _wait_left_ms(self) -> int:
@@ -383,7 +387,8 @@ class Ask:
             self._send_settle()
         self._resolve(refusal)
 
-    def _not_heard(self) -> None:
+    def not_heard(self) -> None:
+        """The store has not answered within the time that a call is held for it."""
         self._resolve(self._ledger.away_refusal())
 
     def _waited_out(self) -> None:
@@ -399,6 +404,9 @@ class Ask:
         self._timer = asyncio.get_running_loop().call_later(seconds, fire)
 
     def _disarm(self) -> None:
+        if self._is_expected:
+            self._is_expected = False
+            self._ledger.unanswered.discard(self)
         if self._timer:
             self._timer.cancel()
             self._timer = None

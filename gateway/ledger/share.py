@@ -61,8 +61,10 @@ class Sharing:
 
     @property
     def active(self) -> bool:
+        if self._share is None:
+            return False
         away = self._ledger.away_seconds
-        return self._share is not None and away is not None and away < self.seconds
+        return away is not None and away < self.seconds
 
     def stop(self) -> None:
         """This process is ending."""

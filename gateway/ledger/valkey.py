@@ -34,6 +34,7 @@ from gateway.ledger.scripts import fleet_keys, key_prefix
 from gateway.ledger.seats import Seats
 from gateway.ledger.share import Sharing
 from gateway.ledger.state import read_state
+from gateway.ledger.unanswered import Unanswered
 from gateway.ledger.wire import StoreAway
 
 log = logging.getLogger(__name__)
@@ -100,7 +101,6 @@ class ValkeyLedger:
         `notes_fill`: `fill` is kept, for a reading of the store's replicas with each heartbeat."""
         self.fleet = fleet
         self.now = now
-        self.hold_seconds = hold.seconds or reply_seconds
         self._retry_hints_ms: dict[tuple[str, str], int] = {}
         """The last appointment in each lane and class."""
         self._url = url
@@ -110,6 +110,7 @@ class ValkeyLedger:
         self._closing = False
         self._observer = observer
         self._asks: dict[str, Ask] = {}
+        self.unanswered = Unanswered(hold.seconds or reply_seconds)
         # A system call for each id would cost more than the rest of `open`.
         self._random = random.Random(secrets.randbits(256))
         self._claimed: set[str] = set()
@@ -252,7 +253,9 @@ class ValkeyLedger:
         if self._closing:
             return self.draining_refusal()
         away = self._keeper.away_seconds
-        if self.sharing.active or (away is None and not self._keeper.slow):
+        if away is None and not self._keeper.slow:
+            return None
+        if self.sharing.active:
             return None
         if away is not None and (self.sharing.begun or away >= self._hold.seconds):
             return self.away_refusal()
