@@ -518,8 +518,8 @@ class Gateway:
             return await self._lifespan(receive, send)
         if scope["type"] == "websocket":
             return await send({"type": "websocket.close", "code": 1008})
-        if self._proxy.route(scope):
-            return await self._proxy(scope, receive, send)
+        if route := self._proxy.route(scope):
+            return await self._proxy.serve(route, scope, receive, send)
         given = dict(scope["headers"]).get(b"x-request-id")
         with_id = _with_request_id(send, safe_request_id(given, random_secrets.token_hex(16)))
         return await self._api(scope, receive, with_id)

@@ -117,6 +117,8 @@ class Call:
     writing_since: float | None = None
     """Set while a write to the client has not returned."""
     usage: Usage | None = None
+    blocks_used: int | None = None
+    """At its end, unshared, by its engine's `usage`; None where that does not tell."""
     output_events: int = 0
     status: int = 0
     """Of the answer; 0 while none has begun."""
@@ -149,7 +151,7 @@ class Call:
 
     def advance(self, event: Event) -> Step:
         """Take the step that the table has for the event."""
-        step = lifecycle.step(self.phase, event)
+        step = lifecycle.TABLE.get((self.phase, event)) or lifecycle.step(self.phase, event)
         if step.phase is Phase.SETTLED and self.phase is not Phase.SETTLED:
             self.outcome, self.reason = step.outcome, step.code
         self.phase = step.phase
@@ -180,8 +182,9 @@ class Call:
     def law_in(self, lane: str) -> Law | None:
         """How it may grow there; None where it holds all of its demand from the beginning."""
         shape = self.fleet.engines.shape()
-        grows = self.generation.is_metered and not shape.encoder_tokens  # what is beside the context does not
-        if not (shape.elastic_base and grows):
+        if not shape.elastic_base or shape.encoder_tokens:  # what is beside the context does not grow
+            return None
+        if not self.generation.is_metered:
             return None
         if not is_elastic(self.terms.mode, shape.modes_of(lane)):
             return None

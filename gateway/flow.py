@@ -25,7 +25,7 @@ from gateway.core.blocks import inputs_blocks, used_blocks
 from gateway.core.estimate import Demand, held_cost, token_bounds
 from gateway.core.events import Observer, Unmetered
 from gateway.core.growth import IN_FULL, Growth, start
-from gateway.core.headers import pinned, with_estimate
+from gateway.core.headers import pinned, prompt_estimate
 from gateway.core.lifecycle import Action, Event, Step
 from gateway.core.modes import can_keep, yields
 from gateway.core.outcomes import Code, Refusal
@@ -53,6 +53,9 @@ takes longer than reading the configuration anew, the call asks anew: excluding 
 exclude all that there is, and nobody behind it in its flow would start.
 """
 NOBODY_ANSWERS = Refusal(Code.NO_BACKEND, "no replica of the model answers", retry_ms=1000)
+TOO_MUCH_IS_COUNTED = Refusal(
+    Code.CAPACITY_EXCEEDED, "too many long prompts are being counted at once", retry_ms=1000
+)
 BUSY_STATUS = 429
 ATTEMPTS_MAX = 2
 """A second replica is tried once, while nothing was forwarded."""
@@ -96,7 +99,8 @@ class Flow:
 
     async def _serve(self, call: Call, client: Client) -> Refusal | Step | None:
         """None when the answer was passed on whole; else what the client is still owed."""
-        await self._turns.take()
+        if not self._turns.has_room():
+            await self._turns.wait()
         rule = call.fleet.engines.shape().media
         refusal = call.request.not_taken(rule)
         if refusal:
@@ -186,9 +190,10 @@ class Flow:
 
     async def _estimate(self, call: Call) -> Demand | Refusal:
         """The call's demand; hopeless and saturated calls are refused on bytes, before their tokens are counted."""
-        refusal = await self._recall(call)
-        if refusal:
-            return refusal
+        if call.request.replica:
+            refusal = await self._recall(call)
+            if refusal:
+                return refusal
         shape, request, limits = _shape(call), call.generation, call.terms.limits
         asks: Sequence[Outlook] = ()
         is_dear = _is_counted_exactly(call, shape)
@@ -202,17 +207,17 @@ class Flow:
                 return refusal
             if (is_dear or len(request.body) > COUNTED_UNASKED_BYTES_MAX) and not request.replica:
                 asks = outlooks(shape, request, low, high, limits)
-        counts = await self._count_unless_refused(call, asks)
+        counting = self._count_unless_refused(call, asks) if asks else self._count_all(call)
+        counts = await counting
         if isinstance(counts, Refusal):
             return counts
         prompts = request.prompt_tokens([counted.tokens for counted in counts])
         demand = route(shape, request, prompts, limits)
-        if isinstance(demand, Demand) and not can_keep(call.terms.mode, shape.modes_of(demand.lane)):
+        if isinstance(demand, Refusal):
+            return demand if all(counted.exact for counted in counts) else TOO_MUCH_IS_COUNTED
+        mode = call.terms.mode
+        if mode is not None and not can_keep(mode, shape.modes_of(demand.lane)):
             return _not_kept(demand.lane)
-        if isinstance(demand, Refusal) and not all(counted.exact for counted in counts):
-            return Refusal(
-                Code.CAPACITY_EXCEEDED, "too many long prompts are being counted at once", retry_ms=1000
-            )
         return demand
 
     async def _count_unless_refused(self, call: Call, asks: Sequence[Outlook]) -> list[Counted] | Refusal:
@@ -221,10 +226,9 @@ class Flow:
         Counting meanwhile would take the processor from who waits for that answer.  A second call under one
         `Idempotency-Key` is to hear of the first one, which the store says only when it admits.
         """
-        ask = bool(asks) and not call.once
         counting = Begun(self._count_all(call))
         try:
-            if not (counting.suspended and ask):
+            if not counting.suspended or call.once:
                 return await counting.rest()
             with ExitStack() as lines:
                 return await _would_refuse(call, asks, lines) or await counting.rest()
@@ -233,10 +237,7 @@ class Flow:
 
     async def _recall(self, call: Call) -> Refusal | None:
         """Ask the engine how long the conversation is that the call goes on from, and count that, too."""
-        asked = call.request
-        if not asked.replica:
-            return None
-        engines = call.fleet.engines
+        asked, engines = call.request, call.fleet.engines
         if engines.any_up((), asked.replica) is None:
             return NOBODY_ANSWERS
         access, found = engines.access(asked.replica), Collected(responses.EVENT_BYTES_MAX)
@@ -343,17 +344,16 @@ class Flow:
         engines, replica = call.fleet.engines, grant.replica
         access = engines.access(replica)
         call.meter = meter = self._meter(call, demand, grant, reservation)
-        response_id = _response_id(call, replica)
-        grows = meter is not None
+        asked, grows = call.generation, meter is not None
+        response_id = _response_id(call, replica) if asked.id_edit is not None else ""
         ahead = yields(engines.shape().mode_of(engines.pool(replica)), grows)
-        salt = call.terms.cache_salt
-        body = forward(call.generation, demand.output_tokens, response_id, grows, salt, ahead)
-        own = with_estimate([*call.headers, *access.headers], demand.prompt_tokens)
+        body = forward(asked, demand.output_tokens, response_id, grows, call.terms.cache_salt, ahead)
+        own = [*call.headers, *access.headers, prompt_estimate(demand.prompt_tokens)]
         headers = pinned(own, engines.rank(replica))
-        request = UpstreamRequest(engines.url(replica), call.request.path, headers, body, tls=access.tls)
-        prefill_over = self._end_prefill_later(call, demand, grant, reservation)
+        request = UpstreamRequest(engines.url(replica), asked.path, headers, body, tls=access.tls)
+        prefill_over = self._end_prefill_later(call, demand, grant, reservation) if demand.prefill else None
         try:
-            if call.generation.background:
+            if asked.background:
                 place = Place(request.url, response_id, [*call.headers, *access.headers], access.tls)
                 await self._exchange_and_follow(call, request, relay, place)
             else:
@@ -428,7 +428,7 @@ class Flow:
 
         What generates nothing is all prefill: its share ends with its answer.
         """
-        if call.request.stream or not demand.prefill or not call.generation.endpoint.generates:
+        if call.request.stream or not call.generation.endpoint.generates:
             return None
         seconds = self._prefill_times.seconds(grant.replica, demand.prefill)
         return asyncio.get_running_loop().call_later(seconds, reservation.first_token)
@@ -436,8 +436,9 @@ class Flow:
 
 def _is_counted_exactly(call: Call, shape: FleetShape) -> bool:
     """While there is room, a block too many does no harm, but counting takes processors.  Ids are counted already."""
-    prompts = call.generation.prompts
-    if call.fleet.counter is None or isinstance(prompts[0], PromptTokens):  # then all of them are
+    if call.fleet.counter is None or isinstance(
+        call.generation.prompts[0], PromptTokens
+    ):  # then all of them are
         return False
     fill = call.fleet.ledger.fill
     return fill is None or fill >= shape.exact_above
@@ -472,17 +473,16 @@ async def _would_refuse(call: Call, asks: Sequence[Outlook], lines: ExitStack) -
 def _charge(call: Call, demand: Demand) -> Refusal | None:
     """Note what it takes of each quota of its key; refused where a full one does not hold that."""
     terms = call.terms
-    if terms.quotas:
-        call.charges = charges(terms.quotas, demand.units)
+    if not terms.quotas and terms.all_fleets is None:
+        return None
+    call.charges = charges(terms.quotas, demand.units)
     if terms.all_fleets is not None:
         call.all_fleets_charges = charges(terms.all_fleets.quotas, demand.units)
     return never_fits(call.charges) or never_fits(call.all_fleets_charges)
 
 
 def _response_id(call: Call, replica: str) -> str:
-    """Another one for each attempt; '' where none is written."""
-    if call.generation.id_edit is None:
-        return ""
+    """Another one for each attempt."""
     random = secrets.token_hex(responses.RANDOM_CHARS // 2)
     return responses.new_id(random, (call.fleet.name, replica), call.terms.caller)
 
@@ -530,7 +530,8 @@ def _held(call: Call, demand: Demand) -> tuple[int | None, int | None]:
     if call.grant is None:
         return None, None
     held_seconds = time.monotonic() - call.sent_at
-    return unshared_blocks_used(call, demand), held_cost(demand.unshared_blocks, held_seconds)
+    call.blocks_used = _unshared_blocks_used(call, demand)
+    return call.blocks_used, held_cost(demand.unshared_blocks, held_seconds)
 
 
 def _counted(call: Call, demand: Demand) -> Units | None:
@@ -551,12 +552,13 @@ def units_used(call: Call, demand: Demand) -> Units:
     )
 
 
-def unshared_blocks_used(call: Call, demand: Demand) -> int | None:
+def _unshared_blocks_used(call: Call, demand: Demand) -> int | None:
     """From the engine's `usage`; None where it sent none, or counts what is no block: a sound by its length."""
-    usage, prompts = call.usage, call.generation.prompt_count
-    if usage is None or usage.completion_tokens is None or call.generation.sound is not None:
+    usage, request = call.usage, call.generation
+    if usage is None or usage.completion_tokens is None or request.sound is not None:
         return None
-    if not call.generation.endpoint.generates:
+    prompts = request.prompt_count
+    if not request.endpoint.generates:
         each = -(-usage.prompt_tokens // prompts)
         return min(demand.blocks, demand.sequences * inputs_blocks([each], demand.block_size))
     return used_blocks(

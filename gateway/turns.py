@@ -24,17 +24,26 @@ class Turns:
 
     async def take(self) -> None:
         """Return in a turn that has room.  May be cancelled: who has left takes none."""
-        self._begin()
-        if self._left:
-            self._left -= 1
-            return
+        if not self.has_room():
+            await self.wait()
+
+    def has_room(self) -> bool:
+        """Take a place in this turn; False where it has none, and one has to `wait`."""
+        if self._ending is None:
+            self._begin()
+        if not self._left:
+            return False
+        self._left -= 1
+        return True
+
+    async def wait(self) -> None:
+        """For a place in one of the next turns, behind those who wait already."""
         place = asyncio.get_running_loop().create_future()
         self._waiting.append(place)
         await place
 
     def _begin(self) -> None:
-        if self._ending is None:
-            self._ending = asyncio.get_running_loop().call_soon(self._end)
+        self._ending = asyncio.get_running_loop().call_soon(self._end)
 
     def _end(self) -> None:
         """Those who wait are the first in the next turn."""

@@ -83,12 +83,12 @@ def pinned(headers: Sequence[Header], rank: int | None) -> Sequence[Header]:
     return [*(header for header in headers if header[0] != _RANK), (_RANK, b"%d" % rank)]
 
 
-def with_estimate(headers: Sequence[Header], prompt_tokens: int) -> Sequence[Header]:
+def prompt_estimate(prompt_tokens: int) -> Header:
     """For one call: the client's own word for it is not on the allow-list, so the name is free.
 
     `prompt_tokens` are those of all its prompts together, as they are reserved.
     """
-    return [*headers, (PROMPT_TOKENS, b"%d" % prompt_tokens)]
+    return PROMPT_TOKENS, b"%d" % prompt_tokens
 
 
 def _named_in_connection(headers: Iterable[Header]) -> frozenset[bytes]:

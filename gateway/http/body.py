@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 from gateway.core.outcomes import Code, Refusal
@@ -10,6 +10,8 @@ from gateway.steps import Begun
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+_UNUSUAL = frozenset({b"transfer-encoding", b"content-encoding"})
+"""Headers that say more of a body than its length."""
 
 
 class _Limit(NamedTuple):
@@ -84,8 +86,32 @@ class BodyShare:
         return True
 
     def give_back(self) -> None:
-        self._budget.give_back(self._held)
-        self._held = 0
+        if self._held:
+            self._budget.give_back(self._held)
+            self._held = 0
+
+
+def accept_body(
+    scope: Scope,
+    headers: Mapping[bytes, bytes],
+    body: bytes,
+    limit_bytes: int,
+    share: BodyShare,
+    setting: str = "server.body_bytes_max",
+) -> bytes | Refusal:
+    """As `read_body`, of one that has come; `headers` are those of the scope by name."""
+    limit = _Limit(limit_bytes, setting)
+    declared = headers.get(b"content-length", b"")
+    plain = len(headers) == len(scope["headers"]) and _UNUSUAL.isdisjoint(headers)
+    if not (plain and declared == b"%d" % len(body) and len(body) <= limit_bytes):
+        found = _declared_bytes(scope["headers"], limit)
+        if isinstance(found, Refusal):
+            return found
+        if len(body) > limit_bytes:
+            return _too_large("the request body", limit)
+        if found is not None and found != len(body):
+            return _not_as_declared(found, body)
+    return body if share.take(len(body)) else _no_memory(share.bytes_max)
 
 
 async def read_body(
@@ -113,7 +139,7 @@ async def read_body(
             Code.BODY_TIMEOUT, f"the request body did not arrive within server.body_seconds ({seconds:g} s)"
         )
     if isinstance(body, bytes) and declared is not None and len(body) != declared:
-        return _invalid(f"content-length is {declared}, but the body has {len(body)} bytes")
+        return _not_as_declared(declared, body)
     return body
 
 
@@ -175,6 +201,10 @@ def _no_memory(bytes_max: int) -> Refusal:
 
 def _too_large(what: str, limit: _Limit) -> Refusal:
     return Refusal(Code.BODY_TOO_LARGE, f"{what} is over {limit.setting} ({limit.bytes_max} bytes)")
+
+
+def _not_as_declared(declared: int, body: bytes) -> Refusal:
+    return _invalid(f"content-length is {declared}, but the body has {len(body)} bytes")
 
 
 def _invalid(message: str) -> Refusal:

@@ -5,21 +5,23 @@ and the first of its body, no timer for each request.
 """
 
 import asyncio
-import re
 import secrets
+import string
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any, cast
 from urllib.parse import unquote
 
 import httptools
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from gateway.core.outcomes import Code, Refusal
 from gateway.deadline import Deadline
 from gateway.http.errors import answer_of
 from gateway.http.relay import WRITER
+from gateway.upstream.api import Headers
 
 HEAD_BYTES_MAX = 512 * 1024
 """The parser keeps a head until it is complete.  Beyond anything real, since what arrives is counted by the piece."""
@@ -34,8 +36,8 @@ UNREAD_SECONDS = 60.0
 NOT_HTTP = Refusal(Code.INVALID_VALUE, "what arrived on this connection is not a valid HTTP/1.1 request")
 _TARGET_BYTES_MAX = 128
 """Of the targets whose parts are remembered."""
-_NOT_IN_NAMES = re.compile(rb"[^!#$%&'*+.^_`|~0-9A-Za-z-]")
-_NOT_IN_VALUES = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
+_IN_NAMES = b"!#$%&'*+-.^_`|~" + string.ascii_letters.encode() + string.digits.encode()
+_IN_VALUES = bytes(byte for byte in range(256) if byte == 0x09 or (byte >= 0x20 and byte != 0x7F))
 _WITHOUT_BODY = frozenset({204, 304})
 
 
@@ -48,13 +50,40 @@ class Cycle(RequestResponseCycle):
     """Not written yet."""
     _takes_chunks = False
     """The head is written, and the rest goes out in chunks."""
+    _on_left: Callable[[], None] | None = None
+    """Who wants to know that the client has left."""
 
     async def run_asgi(self, app: Any) -> None:
         try:
             await super().run_asgi(app)
         finally:
-            # It leads back here: the two would stay until the collector comes round.
+            # They lead back here: cycles would stay until the collector comes round.
             self.scope.pop("extensions", None)
+            self._on_left = None
+
+    def take_body(self) -> bytes | None:
+        """The request's body where all of it has come; None where `receive` has to be asked."""
+        if self.more_body or self.disconnected or self.waiting_for_100_continue:
+            return None
+        body, self.body = bytes(self.body), bytearray()
+        self.message_event.clear()
+        self.flow.resume_reading()
+        return body
+
+    def watch(self, on_left: Callable[[], None] | None) -> None:
+        """Call it when the client leaves, at once where it has; None: nobody wants to know any more."""
+        if on_left is not None and self.disconnected:
+            on_left()
+            return
+        self._on_left = on_left
+        self.flow.resume_reading()
+
+    def leave(self) -> None:
+        """The client has left."""
+        self.disconnected = True
+        self.message_event.set()
+        if self._on_left is not None:
+            self._on_left()
 
     @property
     def ready(self) -> bool:
@@ -79,23 +108,32 @@ class Cycle(RequestResponseCycle):
         if self.disconnected:
             return
         if not self.response_started:
-            self._begin(message)
+            if message["type"] != "http.response.start":
+                raise RuntimeError(f"an answer begins with http.response.start, not {message['type']}")
+            self._begin(message["status"], message["headers"])
         elif not self.response_complete:
             self._write(message.get("body", b""), message.get("more_body", False))
 
-    def _begin(self, message: Any) -> None:
-        if message["type"] != "http.response.start":
-            raise RuntimeError(f"an answer begins with http.response.start, not {message['type']}")
+    def answer(self, status: int, headers: Headers, body: bytes) -> bool:
+        if self.flow.write_paused or self.disconnected or self.response_started:
+            return False
+        self._begin(status, headers)
+        self._write(body, more_body=False)
+        return True
+
+    def _begin(self, status: int, headers: Headers) -> None:
         self.response_started = True
         self.waiting_for_100_continue = False
-        status, headers = message["status"], [*self.default_headers, *message["headers"]]
+        headers = [*self.default_headers, *headers]
         _check(headers)
+        lines: list[bytes] = []
         for name, value in headers:
+            if name == b"connection":
+                self.keep_alive = self.keep_alive and b"close" not in value.lower()
+                continue
             if name == b"content-length":
                 self.chunked_encoding, self.expected_content_length = False, int(value)
-            elif name == b"connection" and b"close" in value.lower():
-                self.keep_alive = False
-        lines = [b"%b: %b\r\n" % header for header in headers if header[0] != b"connection"]
+            lines.append(b"%b: %b\r\n" % (name, value))
         if not self.keep_alive:
             lines.append(b"connection: close\r\n")
         has_body = self.scope["method"] != "HEAD" and status not in _WITHOUT_BODY
@@ -133,9 +171,9 @@ class Cycle(RequestResponseCycle):
 
 
 def _check(headers: Iterable[tuple[bytes, bytes]]) -> None:
-    """All names, and all values, in one search each."""
+    """All names, and all values, at once: what is left of them without what HTTP allows."""
     names, values = zip(*headers, strict=True)
-    if _NOT_IN_NAMES.search(b"".join(names)) or _NOT_IN_VALUES.search(b"".join(values)):
+    if b"".join(names).translate(None, _IN_NAMES) or b"".join(values).translate(None, _IN_VALUES):
         raise RuntimeError("an answer has a header that HTTP does not allow")
 
 
@@ -152,7 +190,7 @@ class ProxyProtocol(HttpToolsProtocol):
     """Since a head began, or since the last byte of a body: of the head, or of a body's framing."""
     _deadline: Deadline
     """Of a head; between two requests that of the connection, and at its end that of what was not read yet."""
-    _unanswered: deque[RequestResponseCycle]
+    _unanswered: deque[Cycle]
     """The request that is being answered, and those behind it."""
     _unread_bytes = 0
     """Of answers, when last looked at."""
@@ -166,8 +204,7 @@ class ProxyProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._deadline.close()
         for cycle in self._unanswered:
-            cycle.disconnected = True
-            cycle.message_event.set()
+            cycle.leave()
         self._unanswered.clear()
         self.pipeline.clear()
         super().connection_lost(exc)
@@ -191,7 +228,13 @@ class ProxyProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._bytes_beside = 0
-        super().on_body(body)
+        cycle = self.cycle
+        if cycle.response_complete:
+            return
+        cycle.body += body
+        if len(cycle.body) > HIGH_WATER_LIMIT:
+            self.flow.pause_reading()
+        cycle.message_event.set()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -206,7 +249,7 @@ class ProxyProtocol(HttpToolsProtocol):
         self.scope["http_version"] = version
         known = _target if len(self.url) <= _TARGET_BYTES_MAX else _target.__wrapped__
         self.scope["path"], self.scope["raw_path"], self.scope["query_string"] = known(self.url)
-        self.cycle = Cycle(
+        self.cycle = cycle = Cycle(
             scope=self.scope,
             transport=self.transport,
             flow=self.flow,
@@ -219,18 +262,20 @@ class ProxyProtocol(HttpToolsProtocol):
             keep_alive=version != "1.0" and self.parser.should_keep_alive(),
             on_response=self.on_response_complete,
         )
-        self.scope["extensions"] = cast(Any, {WRITER: self.cycle})
-        self._unanswered.append(self.cycle)
+        self.scope["extensions"] = cast(Any, {WRITER: cycle})
+        self._unanswered.append(cycle)
         if len(self._unanswered) == 1:
-            self._start_asgi_task(self.cycle, self.app)
+            self._start_asgi_task(cycle, self.app)
             return
-        self.pipeline.appendleft((self.cycle, self.app))
+        self.pipeline.appendleft((cycle, self.app))
         if len(self._unanswered) > PIPELINED_MAX:
             self.flow.pause_reading()
 
     def on_message_complete(self) -> None:
-        if not self._offers_upgrade():
-            super().on_message_complete()
+        if self._offers_upgrade() or self.cycle.response_complete:
+            return
+        self.cycle.more_body = False
+        self.cycle.message_event.set()
 
     def on_response_complete(self) -> None:
         """The next request of the connection may begin, or it waits for one for `timeout_keep_alive` seconds."""

@@ -14,6 +14,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from msgspec.structs import replace
@@ -21,14 +22,14 @@ from msgspec.structs import replace
 from gateway.call import Call, Fleet, Terms
 from gateway.core import quota
 from gateway.core.events import CallEnded, Observer
-from gateway.core.headers import PROMPT_TOKENS, request_headers
+from gateway.core.headers import prompt_estimate, request_headers
 from gateway.core.identity import (
     IDEMPOTENCY_KEY,
     Identity,
     hashed_idempotency_key,
     read_idempotency_key,
 )
-from gateway.core.lifecycle import Event, Phase
+from gateway.core.lifecycle import Event
 from gateway.core.modes import Mode
 from gateway.core.outcomes import Code, Outcome, Refusal
 from gateway.core.quota import Units
@@ -37,7 +38,7 @@ from gateway.core.responses import maker, not_found
 from gateway.core.retries import RETRY_COUNT, Appointments, RetryBudgets, read_retry_count
 from gateway.core.route import KeyLimits
 from gateway.core.urgency import DEADLINE, PRIORITY, lowered_class, read_deadline
-from gateway.flow import Flow, refusal_of, units_used, unshared_blocks_used
+from gateway.flow import Flow, refusal_of, units_used
 from gateway.http.auth import Key
 from gateway.http.body import (
     BodyBudget,
@@ -46,6 +47,7 @@ from gateway.http.body import (
     Incoming,
     Receive,
     Scope,
+    accept_body,
     discard_body,
     read_body,
 )
@@ -55,7 +57,6 @@ from gateway.http.passages import Passages
 from gateway.http.relay import WRITER, AnswerCutOff, AnswerRelay, Writer
 from gateway.http.routes import Route, find_route
 from gateway.ledger.api import Cut
-from gateway.steps import Begun
 
 log = logging.getLogger("kvgate.proxy")
 
@@ -73,6 +74,8 @@ LINGER_SECONDS = 2.0
 LINGER_BYTES_MAX = 16 * 1024 * 1024
 """What a client may still send of a body that is refused, before its connection is closed."""
 STALL_CHECK_SECONDS = 1.0
+KNOWN_TERMS_MAX = 10_000
+"""Keys whose terms are kept ready."""
 CUTS_MAX = 1_000
 """Keys whose last cut is remembered."""
 NO_REQUESTS, NO_REQUESTS_AT_ALL = (
@@ -80,6 +83,18 @@ NO_REQUESTS, NO_REQUESTS_AT_ALL = (
     for section in (quota.LIMITS, quota.ALL_FLEETS_LIMITS)
 )
 DRAINING = Refusal(Code.DRAINING, "this gateway is shutting down", retry_ms=1000)
+
+
+class Connection(Writer, Protocol):
+    """The client's connection beside ASGI, where the server offers that."""
+
+    def take_body(self) -> bytes | None:
+        """The request's body where all of it has come; None where `receive` has to be asked."""
+        ...
+
+    def watch(self, on_left: Callable[[], None] | None) -> None:
+        """Call it when the client leaves, at once where it has; None: nobody wants to know any more."""
+        ...
 
 
 class Keys(Protocol):
@@ -147,14 +162,11 @@ class Calls:
 
     async def read(self, reading: Coroutine[Any, Any, bytes | Refusal]) -> bytes | Refusal:
         """The body, unless a drain comes first: nothing is held for such a call yet."""
-        body = Begun(reading)
-        if not body.suspended:
-            return body.result
         task = asyncio.current_task()
         assert task is not None
         self._reading[task] = None
         try:
-            return await body.rest()
+            return await reading
         except asyncio.CancelledError:
             if not self.draining:
                 raise
@@ -162,7 +174,6 @@ class Calls:
             return DRAINING
         finally:
             self._reading.pop(task, None)
-            body.close()
 
     def drain(self) -> None:
         """No new calls; those that arrive or wait are answered 503, those that run go on."""
@@ -210,7 +221,7 @@ class _Visit:
     """The engine gets this one, so that two clients with one id never collide."""
     incoming: Incoming
     send: Send
-    writer: Writer | None
+    writer: Connection | None
     arrived: float
     began: float
     """When it arrived, then when its last byte was read."""
@@ -253,10 +264,13 @@ class Proxy:
         self._jitter = jitter
         self._ids = itertools.count()
         self._id_prefix = secrets.token_hex(8)
+        self._known_terms: dict[str, tuple[Key, Terms]] = {}
+        """By name of a key."""
 
     def use(self, settings: EdgeSettings) -> None:
         """From the next call on."""
         self._settings = settings
+        self._known_terms.clear()
         self._bodies.bytes_max = settings.bodies_bytes_max
         self._retries.share = settings.retry_share
         self._passages.most = settings.unreserved_max
@@ -269,10 +283,14 @@ class Proxy:
         """Of a path that leads to an engine."""
         route = self.route(scope)
         assert route is not None
+        await self.serve(route, scope, receive, send)
+
+    async def serve(self, route: Route, scope: Scope, receive: Receive, send: Send) -> None:
+        """The same, of the path of this route."""
         headers = dict(scope["headers"])
         own_id = self._new_id()
         request_id = safe_request_id(headers.get(b"x-request-id"), own_id)
-        writer = scope.get("extensions", {}).get(WRITER)
+        writer: Connection | None = scope.get("extensions", {}).get(WRITER)
         share = self._bodies.share()
         incoming, now = Incoming(receive), time.monotonic()
         visit = _Visit(request_id, own_id, incoming, send, writer, now, now, share, route)
@@ -302,7 +320,9 @@ class Proxy:
         refusal = self._refuse_unread(visit, scope, headers)
         if refusal:
             return await self._refuse_early(visit, refusal, close=True)
-        body = await self._calls.read(self._read_body(visit, scope))
+        body = self._take_body(visit, scope, headers)
+        if body is None:
+            body = await self._calls.read(self._read_body(visit, scope))
         visit.began = time.monotonic()
         if isinstance(body, Refusal):
             return await self._refuse_early(visit, body, close=True)
@@ -311,12 +331,26 @@ class Proxy:
             return await self._refuse_early(visit, call, close=False)
         await self._serve(visit, call, visit.incoming)
 
+    def _take_body(
+        self, visit: _Visit, scope: Scope, headers: Mapping[bytes, bytes]
+    ) -> bytes | Refusal | None:
+        """The body where it has come already, as nearly all have; else None."""
+        body = visit.writer.take_body() if visit.writer is not None else None
+        if body is None:
+            return None
+        visit.incoming.over = True
+        bytes_max, setting = self._body_limit(visit.route)
+        return accept_body(scope, headers, body, bytes_max, visit.share, setting)
+
     def _read_body(self, visit: _Visit, scope: Scope) -> Coroutine[Any, Any, bytes | Refusal]:
-        settings, setting = self._settings, "server.body_bytes_max"
-        bytes_max = settings.body_bytes_max
-        if visit.route.takes_form:
-            bytes_max, setting = settings.audio_bytes_max, "server.audio_bytes_max"
-        return read_body(scope, visit.incoming, bytes_max, settings.body_seconds, visit.share, setting)
+        bytes_max, setting = self._body_limit(visit.route)
+        return read_body(scope, visit.incoming, bytes_max, self._settings.body_seconds, visit.share, setting)
+
+    def _body_limit(self, route: Route) -> tuple[int, str]:
+        """And the setting that has it."""
+        if route.takes_form:
+            return self._settings.audio_bytes_max, "server.audio_bytes_max"
+        return self._settings.body_bytes_max, "server.body_bytes_max"
 
     # -- before there is a call ----------------------------------------------------------------------------------
 
@@ -373,10 +407,10 @@ class Proxy:
 
     def _read_repetition(self, call: Call, name: str, headers: Mapping[bytes, bytes]) -> Refusal | None:
         """What the client says of how often it sends this call; `name` is the key's."""
-        once = read_idempotency_key(headers.get(IDEMPOTENCY_KEY))
-        if isinstance(once, Refusal):
-            return once
-        if once:
+        if IDEMPOTENCY_KEY in headers:
+            once = read_idempotency_key(headers[IDEMPOTENCY_KEY])
+            if isinstance(once, Refusal):
+                return once
             call.once = hashed_idempotency_key(name, once)
         call.retry_count = read_retry_count(headers.get(RETRY_COUNT))
         now_ms = _now_ms()
@@ -416,15 +450,33 @@ class Proxy:
 
     def _terms_of(self, key: Key, priority: int, headers: Mapping[bytes, bytes]) -> Terms | Refusal:
         """What the key allows, and the call itself asks to be less."""
+        if not (priority or PRIORITY in headers or DEADLINE in headers):
+            return self._usual_terms(key)
         settings = self._settings
-        own = key.class_ if key.class_ in settings.classes else settings.default_class
-        class_ = lowered_class(own, tuple(settings.classes), headers.get(PRIORITY), priority)
+        class_ = lowered_class(self._class_of(key), tuple(settings.classes), headers.get(PRIORITY), priority)
         deadline_ms = read_deadline(headers.get(DEADLINE))
         if isinstance(class_, Refusal):
             return class_
         if isinstance(deadline_ms, Refusal):
             return deadline_ms
-        queue = settings.classes[class_]
+        return self._terms(key, class_, deadline_ms)
+
+    def _usual_terms(self, key: Key) -> Terms:
+        """Of a call that asks nothing: the same for all of a key, until it or the settings change."""
+        known = self._known_terms.get(key.name)
+        if known is not None and known[0] is key:
+            return known[1]
+        if len(self._known_terms) >= KNOWN_TERMS_MAX:
+            self._known_terms.clear()
+        terms = self._terms(key, self._class_of(key), None)
+        self._known_terms[key.name] = key, terms
+        return terms
+
+    def _class_of(self, key: Key) -> str:
+        return key.class_ if key.class_ in self._settings.classes else self._settings.default_class
+
+    def _terms(self, key: Key, class_: str, deadline_ms: int | None) -> Terms:
+        queue = self._settings.classes[class_]
         return Terms(
             caller=key.name,
             key=f"@{key.group}" if key.group else key.name,
@@ -461,8 +513,11 @@ class Proxy:
         """Run the flow, with an eye on the client; count the call whatever happens."""
         client = _HttpClient(self, visit)
         self._calls.add(call)
-        watch = _Watch(receive, call)
-        visit.alive = self._keep_alive(visit, call)
+        on_left = partial(call.interrupt, Event.LEFT)
+        watch = visit.writer or _Watch(receive)
+        watch.watch(on_left)
+        if self._settings.keepalive_seconds:
+            visit.alive = self._keep_alive(visit, call)
         try:
             await self._flow.serve(call, client)
         except AnswerCutOff:
@@ -471,7 +526,7 @@ class Proxy:
             log.exception("internal error", extra={"request_id": call.request_id})
             await self._apologise(call, client)
         finally:
-            watch.close()
+            watch.watch(None)
             if visit.alive:
                 visit.alive.close()
             self._calls.discard(call)
@@ -479,7 +534,7 @@ class Proxy:
 
     def _keep_alive(self, visit: _Visit, call: Call) -> KeepAlive | None:
         seconds = self._settings.keepalive_seconds
-        if not (seconds and call.request.stream and call.request.holds_blocks):
+        if not (call.request.stream and call.request.holds_blocks):
             return None
 
         def head() -> dict[str, Any]:
@@ -499,22 +554,23 @@ class Proxy:
     def own_headers(self, call: Call) -> list[tuple[bytes, bytes]]:
         """What kvgate says about the call, on every answer that was admitted."""
         headers = [(b"x-request-id", call.request_id.encode())]
-        if call.grant and call.demand:
-            waited_ms = call.grant.limited_ms + (call.grant.queue_ms if call.grant.queued else 0)
-            headers += [
-                (b"x-kvgate-reserved-blocks", b"%d" % call.demand.blocks),
-                (b"x-kvgate-output-limit", b"%d" % call.demand.output_tokens),
+        grant, demand = call.grant, call.demand
+        if grant and demand:
+            waited_ms = grant.limited_ms + (grant.queue_ms if grant.queued else 0)
+            headers += (
+                (b"x-kvgate-reserved-blocks", b"%d" % demand.blocks),
+                (b"x-kvgate-output-limit", b"%d" % demand.output_tokens),
                 (b"x-kvgate-queue-ms", b"%d" % waited_ms),
-                (PROMPT_TOKENS, b"%d" % call.demand.prompt_tokens),
-            ]
-        if call.grant:
-            headers.append((b"x-kvgate-pool", call.fleet.engines.pool(call.grant.replica).encode()))
+                prompt_estimate(demand.prompt_tokens),
+            )
+        if grant:
+            headers.append((b"x-kvgate-pool", call.fleet.engines.pool(grant.replica).encode()))
             if self._settings.show_replica:
-                headers.append((b"x-kvgate-replica", call.grant.replica.encode()))
-            if call.grant.queued:
-                headers.append((b"x-kvgate-queue-position", b"%d" % call.grant.position))
-            if call.grant.left:
-                headers += quota.headers(call.grant.left)
+                headers.append((b"x-kvgate-replica", grant.replica.encode()))
+            if grant.queued:
+                headers.append((b"x-kvgate-queue-position", b"%d" % grant.position))
+            if grant.left:
+                headers += quota.headers(grant.left)
         if call.request.stream:
             headers += [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
         return headers
@@ -540,7 +596,7 @@ class Proxy:
         visit.reported = True
         demand, grant, usage, key = call.demand, call.grant, call.usage, visit.key
         refused_at_once = call.outcome is Outcome.REFUSED and not call.waited
-        used = unshared_blocks_used(call, demand) if demand else None
+        used = call.blocks_used
         charged = units_used(call, demand) if demand else Units()
         duration_ms = (time.monotonic() - call.started) * 1000
         waited_in_vain_ms = 0 if refused_at_once else duration_ms
@@ -664,29 +720,31 @@ async def _last_write(write: Awaitable[None]) -> None:
 
 
 class _Watch:
-    """Ends the call when its client leaves.  Without a task: between the request's last byte and the answer's end the
-    only thing that can arrive is the client's leaving.
+    """Tells when the client leaves, of servers that say so by `receive` alone.  Without a task: between the request's
+    last byte and the answer's end the only thing that can arrive is the client's leaving.
     """
 
-    def __init__(self, receive: Receive, call: Call) -> None:
-        self._call = call
-        self._closed = False
+    def __init__(self, receive: Receive) -> None:
+        self._on_left: Callable[[], None] | None = None
         self._listening = self._listen(receive)
-        self._step()
 
-    def close(self) -> None:
-        self._closed = True
-        self._listening.close()
+    def watch(self, on_left: Callable[[], None] | None) -> None:
+        """As a connection's.  From None on it does nothing."""
+        self._on_left = on_left
+        if on_left is None:
+            self._listening.close()
+        else:
+            self._step()
 
     async def _listen(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             continue
-        if self._call.phase is not Phase.SETTLED:
-            self._call.interrupt(Event.LEFT)
+        if self._on_left is not None:
+            self._on_left()
 
     def _step(self, _: object = None) -> None:
         """Run until it waits for a future, and go on when that is done."""
-        if self._closed:
+        if self._on_left is None:
             return
         try:
             waits_for = self._listening.send(None)

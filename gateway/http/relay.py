@@ -67,6 +67,11 @@ class Writer(Protocol):
         """More of the body, as one chunk in that coding.  Only when `takes_chunks`."""
         ...
 
+    def answer(self, status: int, headers: Headers, body: bytes) -> bool:
+        """All of an answer that has not begun, headers with the body's length.  False: nothing was taken, it has to go
+        through ASGI, which may have to wait."""
+        ...
+
 
 class Opening(Protocol):
     """Who may have begun the client's answer before there was one of an engine."""
@@ -80,8 +85,8 @@ class AnswerRelay:
     """Implements `Relay` for one attempt."""
 
     __slots__ = (
-        "_at_once", "_call", "_event_times", "_first_at", "_first_token", "_headers", "_held", "_observer",
-        "_opening", "_own_headers", "_send", "_status", "_stream", "_writer", "rest_seconds",
+        "_at_once", "_call", "_event_times", "_first_at", "_first_token", "_headers", "_held", "_media_type",
+        "_observer", "_opening", "_own_headers", "_send", "_status", "_stream", "_writer", "rest_seconds",
     )  # fmt: skip
 
     def __init__(
@@ -103,6 +108,7 @@ class AnswerRelay:
         self._opening = opening
         self._status = 0
         self._headers: list[tuple[bytes, bytes]] = []
+        self._media_type = b""
         self._stream: StreamInspector | None = None
         self._at_once = False
         """A stream of which nothing is known: nothing of it is held back."""
@@ -155,9 +161,8 @@ class AnswerRelay:
     @property
     def _is_binary(self) -> bool:
         """Embeddings as bytes, which say nothing of themselves."""
-        media_type = dict(self._headers).get(b"content-type", b"")
         return (
-            media_type.startswith(b"application/octet-stream")
+            self._media_type.startswith(b"application/octet-stream")
             and not self._call.generation.endpoint.generates
         )
 
@@ -171,10 +176,10 @@ class AnswerRelay:
         if self._is_anthropics:
             return inspect_message(body)
         facts = inspect_answer(body)
-        is_plain = not dict(self._headers).get(b"content-type", b"").startswith(b"application/json")
-        if facts.failure is Failure.NOT_JSON and self._call.generation.sound is not None and is_plain:
-            return AnswerFacts(None, None)  # subtitles, or the text alone
-        return facts
+        if facts.failure is not Failure.NOT_JSON or self._call.generation.sound is None:
+            return facts
+        is_plain = not self._media_type.startswith(b"application/json")
+        return AnswerFacts(None, None) if is_plain else facts  # subtitles, or the text alone
 
     def _inspector(self) -> StreamInspector:
         if self._is_anthropics:
@@ -199,7 +204,8 @@ class AnswerRelay:
             )
         self._status = status
         self._headers = list(headers)
-        if named.get(b"content-type", b"").startswith(b"text/event-stream"):
+        self._media_type = named.get(b"content-type", b"")
+        if self._media_type.startswith(b"text/event-stream"):
             self._at_once = not self._judges
             self._stream = self._inspector() if status == 200 and self._judges else None
 
@@ -300,8 +306,13 @@ class AnswerRelay:
         if self._opening and await self._opening.take_over():
             return await self._finish_late(body)
         self._headers.append((b"content-length", b"%d" % len(body)))
-        await self._begin()
-        await self._write({"type": "http.response.body", "body": body})
+        headers = [*self._headers, *self._own_headers]
+        if self._writer is not None and self._writer.answer(self._status, headers, body):
+            self._note_begun()
+        else:
+            await self._begin()
+            await self._write({"type": "http.response.body", "body": body})
+        return None
 
     async def _forward(self, data: bytes) -> None:
         if not self._call.status:
@@ -324,12 +335,15 @@ class AnswerRelay:
         begun = self._opening is not None and await self._opening.take_over()
         if begun and self._stream is None:
             raise UpstreamFailed("the engine's answer to a stream is none, and long")
-        self._call.status = self._status
-        self._call.advance(Event.FORWARDED)
+        self._note_begun()
         if begun:
             return
         headers = [*self._headers, *self._own_headers]
         await self._write({"type": "http.response.start", "status": self._status, "headers": headers})
+
+    def _note_begun(self) -> None:
+        self._call.status = self._status
+        self._call.advance(Event.FORWARDED)
 
     async def _write(self, message: MutableMapping[str, Any]) -> None:
         """Suspends while the client reads too slowly; who watches the call ends it when that takes too long."""

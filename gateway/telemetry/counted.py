@@ -87,7 +87,9 @@ class Histogram:
         self._series: dict[Labels, _Series] = {}
 
     def add(self, labels: Labels, value: float) -> None:
-        self.add_all(labels, (value,))
+        series = self._series.get(labels) or self._of(labels)
+        series.counts[bisect_left(self._bounds, value)] += 1
+        series.sum += value
 
     def add_all(self, labels: Labels, values: Iterable[float]) -> None:
         series = self._of(labels)

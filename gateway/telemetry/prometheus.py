@@ -28,6 +28,7 @@ from gateway.core.events import (
     Unmetered,
 )
 from gateway.core.learned import QUANTILES
+from gateway.core.outcomes import Outcome
 from gateway.core.quota import ALL_FLEETS
 from gateway.core.rests import Why
 from gateway.telemetry.counted import Counted, Labels, Snapshot, Totals
@@ -35,6 +36,8 @@ from gateway.telemetry.replicas import add, gauge, replica_families
 from gateway.telemetry.workers import RollCall
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+OUTCOMES = {outcome: outcome.value for outcome in Outcome}
+"""An enum's own way to its value is Python."""
 REPLICA_STATES = ("up", "draining", "down")
 """One that the configuration has no more is none of them."""
 
@@ -200,7 +203,7 @@ class Metrics:
     def _on_call(self, event: CallEnded) -> None:
         fleet, pool, class_ = self._place(event)
         reason = event.reason.value if event.reason is not None else ""
-        self._counted.calls.add((event.outcome.value, reason, pool, class_, fleet))
+        self._counted.calls.add((OUTCOMES[event.outcome], reason, pool, class_, fleet))
         if event.refusal_ms is not None:
             self._counted.refusals.add((fleet, reason), event.refusal_ms / 1_000)
         elif fleet and event.reserves:

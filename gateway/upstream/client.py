@@ -247,9 +247,15 @@ def _origin(url: str) -> Origin:
 
 
 def _head(origin: Origin, request: UpstreamRequest) -> bytes:
-    target = f"{request.method} {origin.path}{request.path} HTTP/1.1"
-    lines = [target.encode("ascii"), b"host: " + origin.authority]
-    lines += [b"%b: %b" % header for header in request.headers]
+    lines = [_first_lines(origin, request.method, request.path)]
+    lines += [b"%b: %b\r\n" % header for header in request.headers]
     if request.body or request.method == "POST":
-        lines.append(b"content-length: %d" % len(request.body))
-    return b"\r\n".join((*lines, b"", b""))
+        lines.append(b"content-length: %d\r\n" % len(request.body))
+    lines.append(b"\r\n")
+    return b"".join(lines)
+
+
+@lru_cache(maxsize=256)
+def _first_lines(origin: Origin, method: str, path: str) -> bytes:
+    target = f"{method} {origin.path}{path} HTTP/1.1\r\n"
+    return b"%bhost: %b\r\n" % (target.encode("ascii"), origin.authority)

@@ -178,7 +178,7 @@ class Exchange:
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._head_complete:
             return  # a trailer
-        self._headers.append((name, value))
+        self._headers.append((name.lower(), value))
         if len(self._headers) > HEADERS_MAX or len(name) + len(value) > HEADER_BYTES_MAX:
             self._refuse("the head of the answer is too long")
 
@@ -195,7 +195,7 @@ class Exchange:
         if status < 200 or 300 <= status < 400:
             self._refuse(f"it answers {status}")
             return
-        self._read_head({name.lower(): value for name, value in self._headers})
+        self._read_head(dict(self._headers))
 
     def on_body(self, body: bytes) -> None:
         if not self._ended:

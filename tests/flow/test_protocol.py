@@ -284,6 +284,39 @@ async def test_a_header_that_would_start_another_line_is_an_error(header: tuple[
     assert pipe.writes == []
 
 
+async def test_a_body_that_has_come_is_taken_at_once_and_one_that_has_not_is_not() -> None:
+    read = cycle(Pipe())
+    read.body += b"one"
+    assert read.take_body() is None
+    read.body += b"two"
+    read.more_body = False
+    assert read.take_body() == b"onetwo"
+    assert read.body == b""
+
+
+async def test_no_body_is_taken_before_its_client_was_told_to_go_on_or_after_it_left() -> None:
+    waiting, gone = cycle(Pipe()), cycle(Pipe())
+    waiting.more_body = gone.more_body = False
+    waiting.waiting_for_100_continue = True
+    assert waiting.take_body() is None
+    gone.leave()
+    assert gone.take_body() is None
+
+
+async def test_who_watches_is_told_of_a_leaving_client_once_also_when_it_has_left() -> None:
+    told: list[str] = []
+    watched, left, ignored = (cycle(Pipe()) for _ in range(3))
+    watched.watch(lambda: told.append("watched"))
+    ignored.watch(lambda: told.append("ignored"))
+    ignored.watch(None)
+    assert told == []
+    for one in (watched, left, ignored):
+        one.leave()
+    assert told == ["watched"]
+    left.watch(lambda: told.append("left"))
+    assert told == ["watched", "left"]
+
+
 async def test_nothing_is_written_for_a_client_that_has_left() -> None:
     pipe = Pipe()
     answer = cycle(pipe)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from gateway.core.outcomes import Code, Refusal
-from gateway.http.body import BodyBudget, BodyShare, ClientLeft, read_body
+from gateway.http.body import BodyBudget, BodyShare, ClientLeft, accept_body, read_body
 
 LIMIT_BYTES = 1_000
 
@@ -149,3 +149,55 @@ async def test_bodies_share_a_budget() -> None:
     first.give_back()
     assert await read(Client(*chunks(b"c" * 1_000)), share=budget.share()) == b"c" * 1_000
     assert code_of(await read(Client(*chunks(b"d")), share=budget.share())) is Code.CAPACITY_EXCEEDED
+
+
+# -- a body that has come
+
+
+def accepted(
+    body: bytes, *headers: tuple[bytes, bytes], share: BodyShare | None = None
+) -> tuple[bytes | Refusal, int]:
+    """And the bytes that are held for it."""
+    share = share or BodyBudget(1 << 20).share()
+    scope: dict[str, Any] = {"headers": list(headers)}
+    found = accept_body(scope, dict(headers), body, LIMIT_BYTES, share)
+    return found, share._held
+
+
+@pytest.mark.parametrize("body", [b"", b"abc", b"x" * 1000])
+@pytest.mark.parametrize("others", [[], [(b"a", b"b"), (b"a", b"c")], [(b"content-encoding", b"identity")]])
+def test_one_that_has_come_is_taken_whole(body: bytes, others: list[tuple[bytes, bytes]]) -> None:
+    declared = b"content-length", str(len(body)).encode()
+    for headers in (others, [declared, *others], [declared, declared, *others]):
+        assert accepted(body, *headers) == (body, len(body))
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "code"),
+    [
+        (b"12345", [(b"content-length", b"6")], Code.INVALID_VALUE),
+        (b"12345", [(b"content-length", b"+5")], Code.INVALID_VALUE),
+        (b"12345", [(b"content-length", b"5"), (b"content-length", b"6")], Code.INVALID_VALUE),
+        (b"12345", [(b"content-length", b"6"), (b"content-length", b"5")], Code.INVALID_VALUE),
+        (b"12345", [(b"content-length", b"5"), (b"transfer-encoding", b"chunked")], Code.INVALID_VALUE),
+        (b"12345", [(b"content-length", b"5"), (b"content-encoding", b"gzip")], Code.UNSUPPORTED_ENCODING),
+        (b"x" * 1001, [(b"content-length", b"1001")], Code.BODY_TOO_LARGE),
+        (b"x" * 1001, [(b"transfer-encoding", b"chunked")], Code.BODY_TOO_LARGE),
+    ],
+)
+def test_one_that_has_come_is_refused_as_one_that_is_read(
+    body: bytes, headers: list[tuple[bytes, bytes]], code: Code
+) -> None:
+    found, held = accepted(body, *headers)
+    assert (code_of(found), held) == (code, 0)
+
+
+def test_one_that_has_come_needs_room_in_the_budget() -> None:
+    budget = BodyBudget(1000)
+    first, second = budget.share(), budget.share()
+    declared = b"content-length", b"600"
+    assert accepted(b"x" * 600, declared, share=first) == (b"x" * 600, 600)
+    found, held = accepted(b"x" * 600, declared, share=second)
+    assert (code_of(found), held) == (Code.CAPACITY_EXCEEDED, 0)
+    first.give_back()
+    assert accepted(b"x" * 600, declared, share=second) == (b"x" * 600, 600)
