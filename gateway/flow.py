@@ -346,7 +346,7 @@ class Flow:
         call.meter = meter = self._meter(call, demand, grant, reservation)
         asked, grows = call.generation, meter is not None
         response_id = _response_id(call, replica) if asked.id_edit is not None else ""
-        ahead = yields(engines.shape().mode_of(engines.pool(replica)), grows)
+        ahead = grows and yields(engines.shape().mode_of(engines.pool(replica)), grows)
         body = forward(asked, demand.output_tokens, response_id, grows, call.terms.cache_salt, ahead)
         own = [*call.headers, *access.headers, prompt_estimate(demand.prompt_tokens)]
         headers = pinned(own, engines.rank(replica))
