@@ -64,6 +64,14 @@ class Meter:
         self._reservation.grow(*self._growth.in_full())
         self._unmetered()
 
+    def lose_sight(self) -> None:
+        """The engine writes on and is not read: the call holds all of its demand from now on, and teaches as before.
+
+        It stays so when the engine is read again: how much of what it has written is still on its way is not known.
+        """
+        if not self._lost:
+            self._reservation.grow(*self._growth.in_full())
+
     def end(self, usage: Usage | None, of_itself: bool) -> None:
         """`of_itself`: neither its limit ended it, nor its client, nor a failure."""
         if self._watched is None:  # nothing of it was seen

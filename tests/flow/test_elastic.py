@@ -16,6 +16,7 @@ from gateway.core.lengths import BUCKETS, Watched
 from gateway.core.modes import Mode
 from gateway.core.outcomes import Code, Outcome
 from gateway.core.urgency import YIELDING
+from gateway.http import proxy
 from gateway.mock.engine import EngineConfig
 from tests.flow.driver import CHAT, Visitor
 from tests.flow.engines import DONE, LAST_CHUNK, STREAM_HEAD, Peer, chunk, event, mock_engine, raw_engine
@@ -56,7 +57,8 @@ class Engine:
             self._parts.put_nowait(chunk(each))
 
     def end(self, *events: bytes) -> None:
-        self.write(*events, DONE)
+        """The last event of all may come with the stream's end."""
+        self.write(*events, *([] if events[-1].endswith(DONE) else [DONE]))
         self._parts.put_nowait(LAST_CHUNK)
 
     async def play(self, peer: Peer) -> None:
@@ -236,6 +238,57 @@ async def test_without_counts_it_holds_all_at_once(store_url: str) -> None:
         assert sum(isinstance(fact, Unmetered) for fact in stream.world.facts) == 1
         assert visitor.body.count(b"content") == 4
         assert not stream.world.lengths.has_news
+
+
+async def test_a_call_whose_client_does_not_read_holds_all(
+    store_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its engine writes on, unread; and how much is on its way when it is read again nobody knows."""
+    monkeypatch.setattr(proxy, "SIGHT_SECONDS", 0.0)
+    monkeypatch.setattr(proxy, "STALL_CHECK_SECONDS", 0.02)
+    engine = Engine()
+    async with (
+        raw_engine(engine.play) as raw,
+        gateway(store_url, {"a": raw.url}, mode=Mode.ELASTIC, lengths=known(200)) as world,
+    ):
+        visitor = Visitor(world.app, chat(stream=True, max_tokens=1000), read_sends=2)
+        stream = Stream(world, engine, asyncio.create_task(visitor.run()))
+        engine.write(counted(1))
+        await visitor.begun.wait()
+        await stream.holds(held(64))
+        engine.write(counted(2))
+        await stream.holds(held(1000))
+        visitor.read_on()
+        engine.write(counted(100), counted(200))
+        await soon(lambda: visitor.body.count(b"content") == 4, "the client reads again")
+        await stream.holds(held(1000))
+        assert stream.counts == (2 * 201, 2 * 200)
+        engine.end(counted(210, "stop"))
+        await stream.ended()
+        assert stream.counts == (2 * 201, 2 * 201)
+        assert not any(isinstance(fact, Unmetered) for fact in world.facts)
+
+
+async def test_a_complete_answer_holds_no_more_for_a_client_that_does_not_read(
+    store_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proxy, "SIGHT_SECONDS", 0.0)
+    monkeypatch.setattr(proxy, "STALL_CHECK_SECONDS", 0.02)
+    engine = Engine()
+    async with (
+        raw_engine(engine.play) as raw,
+        gateway(store_url, {"a": raw.url}, mode=Mode.ELASTIC, lengths=known(200)) as world,
+    ):
+        visitor = Visitor(world.app, chat(stream=True, max_tokens=1000), read_sends=2)
+        stream = Stream(world, engine, asyncio.create_task(visitor.run()))
+        engine.write(counted(1))
+        await visitor.begun.wait()
+        engine.end(counted(2, "stop") + DONE)
+        await soon(lambda: visitor.unread, "the client does not read")
+        await asyncio.sleep(0.1)
+        await stream.holds(held(64))
+        visitor.read_on()
+        await stream.ended()
 
 
 async def test_a_leaving_client_gives_back_what_was_grown(store_url: str) -> None:

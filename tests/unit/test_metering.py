@@ -54,6 +54,18 @@ def test_ages_count_while_it_runs() -> None:
     assert world.lengths.of(KIND).exits[:4] == [0, 0, 0, 2]
 
 
+def test_it_holds_all_when_it_is_out_of_sight_and_teaches_as_before() -> None:
+    world = World()
+    world.write(0, 1, 15)
+    for _ in range(3):
+        world.meter.lose_sight()
+    world.write(16, 400)
+    assert {holding.held for holding in world.held.grown} == {demand(output=1000).blocks}
+    assert world.unmetered == 0
+    world.meter.end(Usage(100, 410), of_itself=True)
+    assert world.counts == (1, 1)
+
+
 def test_it_grows_with_what_is_told() -> None:
     world = World()
     world.write(*range(200))
