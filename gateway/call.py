@@ -149,11 +149,6 @@ class Call:
         goes_on = isinstance(request, GenerationRequest) and request.background
         return goes_on and 200 <= self.status < 300 and self.writing_since is None
 
-    def lose_sight(self) -> None:
-        """Its client does not read, so its engine is not read either, and writes on unless it is done."""
-        if self.meter is not None and self.relay is not None and not self.relay.complete:
-            self.meter.lose_sight()
-
     def advance(self, event: Event) -> Step:
         """Take the step that the table has for the event."""
         step = lifecycle.TABLE.get((self.phase, event)) or lifecycle.step(self.phase, event)

@@ -76,9 +76,6 @@ LINGER_BYTES_MAX = 16 * 1024 * 1024
 STALL_CHECK_SECONDS = 1.0
 KNOWN_TERMS_MAX = 10_000
 """Keys whose terms are kept ready."""
-SIGHT_SECONDS = 0.5
-"""While a client reads nothing its engine is not read either, and writes on: after so long, and STALL_CHECK_SECONDS at
-most, it may be a whole step of growth (64 tokens) beyond what was heard of it."""
 CUTS_MAX = 1_000
 """Keys whose last cut is remembered."""
 NO_REQUESTS, NO_REQUESTS_AT_ALL = (
@@ -206,17 +203,13 @@ class Calls:
         return bool(self._cuts) and arrived < self._cuts.get(name, -math.inf)
 
     async def watch_writes(self) -> None:
-        """End calls whose clients stopped to read, before which they hold all of their demand; runs until cancelled."""
+        """End calls whose clients stopped to read; runs until cancelled."""
         while True:
             await asyncio.sleep(STALL_CHECK_SECONDS)
-            now = time.monotonic()
+            late = time.monotonic() - CLIENT_STALL_SECONDS
             for call in list(self._calls):
-                if call.writing_since is None:
-                    continue
-                if call.writing_since < now - CLIENT_STALL_SECONDS:
+                if call.writing_since is not None and call.writing_since < late:
                     call.interrupt(Event.LEFT)
-                elif call.writing_since < now - SIGHT_SECONDS:
-                    call.lose_sight()
 
 
 @dataclass(slots=True)

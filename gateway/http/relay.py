@@ -4,6 +4,7 @@ Nothing is written before the first data event of a stream, or the end of any ot
 failure as success, and while nothing was forwarded the call can be tried elsewhere.
 """
 
+import asyncio
 import re
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -30,6 +31,9 @@ ANSWER_BYTES_MAX = 8 * 1024 * 1024
 """Of an answer that is no stream, held until its end to be judged; a longer one is passed on unjudged."""
 GAPS_REPORTED_SECONDS = 1.0
 """How late telemetry may hear of the times between tokens."""
+SIGHT_SECONDS = 0.1
+"""That the engine of an elastic call may be left unread before the call holds all of its demand.  A write only waits
+when all buffers on the way to its client are full, so no hiccup of a network leads there."""
 WRITER = "kvgate.writer"
 """The extension of ASGI's scope that has a `Writer`."""
 _ERROR_MEMBER = re.compile(rb'"error"\s*:')
@@ -346,10 +350,20 @@ class AnswerRelay:
         self._call.advance(Event.FORWARDED)
 
     async def _write(self, message: MutableMapping[str, Any]) -> None:
-        """Suspends while the client reads too slowly; who watches the call ends it when that takes too long."""
-        self._call.writing_since = time.monotonic()
-        await self._send(message)
-        self._call.writing_since = None
+        """Suspends while the client reads too slowly; who watches the call ends it when that takes too long.
+
+        The engine is not read meanwhile, and writes on unless it is done: what it has written is not known any more.
+        """
+        call, unseen = self._call, None
+        call.writing_since = time.monotonic()
+        if call.meter is not None and not self.complete:
+            unseen = asyncio.get_running_loop().call_later(SIGHT_SECONDS, call.meter.lose_sight)
+        try:
+            await self._send(message)
+        finally:
+            if unseen is not None:
+                unseen.cancel()
+        call.writing_since = None
 
     def _note_event(self, started_before: bool, events: int) -> None:
         if started_before:

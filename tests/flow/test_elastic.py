@@ -16,7 +16,7 @@ from gateway.core.lengths import BUCKETS, Watched
 from gateway.core.modes import Mode
 from gateway.core.outcomes import Code, Outcome
 from gateway.core.urgency import YIELDING
-from gateway.http import proxy
+from gateway.http import relay
 from gateway.mock.engine import EngineConfig
 from tests.flow.driver import CHAT, Visitor
 from tests.flow.engines import DONE, LAST_CHUNK, STREAM_HEAD, Peer, chunk, event, mock_engine, raw_engine
@@ -244,8 +244,7 @@ async def test_a_call_whose_client_does_not_read_holds_all(
     store_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its engine writes on, unread; and how much is on its way when it is read again nobody knows."""
-    monkeypatch.setattr(proxy, "SIGHT_SECONDS", 0.0)
-    monkeypatch.setattr(proxy, "STALL_CHECK_SECONDS", 0.02)
+    monkeypatch.setattr(relay, "SIGHT_SECONDS", 0.0)
     engine = Engine()
     async with (
         raw_engine(engine.play) as raw,
@@ -272,8 +271,7 @@ async def test_a_call_whose_client_does_not_read_holds_all(
 async def test_a_complete_answer_holds_no_more_for_a_client_that_does_not_read(
     store_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(proxy, "SIGHT_SECONDS", 0.0)
-    monkeypatch.setattr(proxy, "STALL_CHECK_SECONDS", 0.02)
+    monkeypatch.setattr(relay, "SIGHT_SECONDS", 0.0)
     engine = Engine()
     async with (
         raw_engine(engine.play) as raw,
