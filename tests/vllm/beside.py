@@ -129,9 +129,15 @@ def _lasting(looks: Sequence[Look]) -> Iterator[tuple[float, Look]]:
 
 
 class Watch:
-    """Looks every 0.1 s while it is open, as far as the machine lets it."""
+    """Looks every `look_seconds` while it is open, as far as the machine lets it."""
 
-    def __init__(self, gateway: GatewayProcess, engines: Mapping[str, Vllm], usable_blocks: int) -> None:
+    def __init__(
+        self,
+        gateway: GatewayProcess,
+        engines: Mapping[str, Vllm],
+        usable_blocks: int,
+        look_seconds: float = LOOK_SECONDS,
+    ) -> None:
         """`engines` by the names of their replicas, each with so many blocks."""
         self.looks: list[Look] = []
         self.blind = 0
@@ -139,6 +145,7 @@ class Watch:
         self._gateway = gateway
         self._engines = engines
         self._usable_blocks = usable_blocks
+        self._look_seconds = look_seconds
 
     async def __aenter__(self) -> Self:
         fresh = httpx.Limits(max_keepalive_connections=0)  # a server hangs up on one that was idle for 5 s
@@ -161,7 +168,7 @@ class Watch:
                 self.looks.append(look)
             else:
                 self.blind += 1
-            due = max(due + LOOK_SECONDS, time.monotonic())
+            due = max(due + self._look_seconds, time.monotonic())
             await asyncio.sleep(due - time.monotonic())
 
     async def _look(self) -> Look | None:
