@@ -162,6 +162,9 @@ class Heard:
     def lose(self) -> None:
         self.told.append(None)
 
+    def lose_sight(self) -> None:
+        raise AssertionError("its client reads")
+
 
 def stream(
     cycle: type[Cycle] = Cycle,
