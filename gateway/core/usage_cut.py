@@ -15,6 +15,8 @@ _USAGE = b',"usage":{'
 _WITHIN = rb'(?:[^{}"]++|"(?:[^"\\]++|\\.)*+")*+'
 _LAST = re.compile(rb"\{" + _WITHIN + rb"(?:\{" + _WITHIN + rb"\}" + _WITHIN + rb")*+\}(\}\s*+)", re.DOTALL)
 """The rest of an event from its usage on: an object that holds objects without others in them, then the last brace."""
+_PLAIN_LAST = re.compile(rb'\{[\w":,\s]*+\}(\}\s*+)')
+"""The same of nearly all: without braces and escapes there is nothing to tell apart.  It costs a quarter."""
 
 
 def without_usage(data: bytes, start: int, end: int) -> bytes | None:
@@ -25,7 +27,8 @@ def without_usage(data: bytes, start: int, end: int) -> bytes | None:
     at = data.rfind(_USAGE, start, end)
     if at < 0:
         return None
-    last = _LAST.fullmatch(data, at + len(_USAGE) - 1, end)
+    rest_at = at + len(_USAGE) - 1
+    last = _PLAIN_LAST.fullmatch(data, rest_at, end) or _LAST.fullmatch(data, rest_at, end)
     return data[start:at] + last[1] if last else None
 
 

@@ -99,7 +99,10 @@ class Cycle(RequestResponseCycle):
         self.transport.write(chunk)
 
     def write(self, body: bytes) -> None:
-        self._write(body, more_body=True)
+        if self._takes_chunks and body:
+            self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        else:
+            self._write(body, more_body=True)
 
     async def send(self, message: Any) -> None:
         """ASGI's; suspends while the client reads too slowly.  Does nothing once it has left."""

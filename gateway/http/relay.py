@@ -236,8 +236,11 @@ class AnswerRelay:
             return self._take_metered(stream, writer, chunk, start)
         if not stream.passes(chunk, start, len(chunk) - 2):
             return False
-        self._note_time()
         writer.write_chunk(chunk)
+        now, times = time.monotonic(), self._event_times
+        times.append(now)
+        if now - times[0] > GAPS_REPORTED_SECONDS:
+            self.report()
         return True
 
     def _take_metered(self, stream: StreamInspector, writer: Writer, chunk: bytes, start: int) -> bool:

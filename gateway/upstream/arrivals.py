@@ -27,21 +27,29 @@ class Sink(Protocol):
 
 
 class Arrivals:
-    """What was read from engines; one for the process.  Reads of one connection are never overtaken by later ones."""
+    """What was read from engines; one for the process.  Reads of one connection are never overtaken by later ones.
+
+    Where a turn ends is asked of the loop only when its reads are used up: to ask costs the loop a turn of its own, with
+    a system call, and while little comes nobody has to wait.  So a turn may have less than all of its reads left.
+    """
+
+    __slots__ = ("_ending", "_reads", "_waiting", "left")
 
     def __init__(self, reads: int = READS_A_TURN) -> None:
         self._reads = reads
-        self._left = reads
-        """Of this turn's reads."""
+        self.left = reads
+        """Reads that may be passed on before others get a word; 0 while any wait."""
         self._waiting: deque[tuple[Sink, bytes]] = deque()
         self._ending: asyncio.Handle | None = None
-        """There while a turn is being counted."""
+        """There while nothing is left of the turn."""
 
     def add(self, sink: Sink, data: bytes) -> None:
-        """Pass it on now where this turn has room, else in one of the next."""
-        if self._left and not self._waiting:
-            self._left -= 1
-            self._begin()
+        """Pass it on now where this turn has room, else in one of the next.
+
+        While `left` is above 1 the caller may as well count it down itself.
+        """
+        if self.left:
+            self._count()
             sink.take(data)
         elif len(data) > SMALL_BYTES_MAX:
             self.flush(sink)
@@ -62,21 +70,23 @@ class Arrivals:
         for data in own:
             sink.take(data)
 
-    def _begin(self) -> None:
-        if self._ending is None:
+    def _count(self) -> None:
+        self.left -= 1
+        if not self.left:
             self._ending = asyncio.get_running_loop().call_soon(self._end)
 
     def _end(self) -> None:
         """A turn is over: those who wait are the first in the next."""
         self._ending = None
-        self._left = self._reads
+        reads = self._reads
         try:
-            while self._waiting and self._left:
-                self._left -= 1
+            while self._waiting and reads:
+                reads -= 1
                 self._pass_on()
         finally:
-            if self._left < self._reads:
-                self._begin()
+            self.left = 0 if self._waiting else reads
+            if not self.left:
+                self._ending = asyncio.get_running_loop().call_soon(self._end)
 
     def _pass_on(self) -> None:
         sink, data = self._waiting.popleft()

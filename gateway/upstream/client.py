@@ -113,7 +113,12 @@ class EngineConnection(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        self._arrivals.add(self, data)
+        arrivals, exchange = self._arrivals, self._exchange
+        if arrivals.left > 1 and exchange is not None:
+            arrivals.left -= 1
+            exchange.feed(data)
+        else:
+            arrivals.add(self, data)
 
     def take(self, data: bytes) -> None:
         if self._exchange is not None:

@@ -133,8 +133,20 @@ class Exchange:
     # -- the socket's side ---------------------------------------------------------------------------------------
 
     def feed(self, data: bytes) -> None:
-        if self._whole_chunks and self._offer_chunk(data):
-            return
+        """One function for what nearly every token is, a chunk in one piece: the parser stands between two chunks before
+        and after it, so it need not see it.
+        """
+        if self._whole_chunks:
+            size_line = _size_line(len(data))
+            if size_line and data.startswith(size_line) and data.endswith(b"\r\n"):
+                try:
+                    taken = self._receiver.take_chunk(data, len(size_line))
+                except BaseException as error:
+                    self._stop(error)
+                    return
+                if taken:
+                    self._deadline.set(self._limits.idle_seconds)
+                    return
         if self._ended:
             self._keeps_alive = False  # nobody asked for this
             return
@@ -231,7 +243,7 @@ class Exchange:
         """Give the receiver what is there, and the task its end when all was given."""
         if self._suspended is not None or self._error is not None:
             return
-        if self._head_passed and self._decoder is None and len(self._parts) == 1:
+        if self._parts and self._head_passed and self._decoder is None:
             self._offer()
         if self._head_complete and not self._head_refused and (self._parts or not self._head_passed):
             self._begin(self._deliver())
@@ -239,9 +251,10 @@ class Exchange:
             self._wake()
 
     def _offer(self) -> None:
-        """What nearly every event needs."""
+        """What nearly all events need."""
+        parts = self._parts
         try:
-            taken = self._receiver.take(self._parts[0])
+            taken = self._receiver.take(parts[0] if len(parts) == 1 else b"".join(parts))
         except BaseException as error:
             self._parts.clear()
             self._stop(error)
@@ -255,22 +268,6 @@ class Exchange:
         """An answer that has begun and is not compressed, all of it passed on, so that its idle limit counts."""
         stopped = self._ended or self._suspended or self._failure or self._error
         return not stopped and self._idle_counts and self._decoder is None
-
-    def _offer_chunk(self, data: bytes) -> bool:
-        """What nearly every token is: a chunk in one piece.  The parser stands between two chunks before and after it,
-        so it need not see it.
-        """
-        size_line = _size_line(len(data))
-        if not size_line or not data.startswith(size_line) or not data.endswith(b"\r\n"):
-            return False
-        try:
-            taken = self._receiver.take_chunk(data, len(size_line))
-        except BaseException as error:
-            self._stop(error)
-            return True
-        if taken:
-            self._deadline.set(self._limits.idle_seconds)
-        return taken
 
     @property
     def _cut_off(self) -> bool:

@@ -140,6 +140,21 @@ async def test_who_comes_after_a_failure_is_behind_those_who_wait() -> None:
     assert log[-1] == ("one", b"last")
 
 
+async def test_while_little_comes_the_loop_is_asked_nothing() -> None:
+    """Where a turn ends matters only to reads that it has no room for."""
+    log: list[tuple[str, bytes]] = []
+    arrivals, connection = Arrivals(reads=3), Connection(log)
+    for used in (1, 2):
+        arrivals.add(connection, b"x")
+        await asyncio.sleep(0)
+        assert (arrivals.left, arrivals._ending) == (3 - used, None)
+    arrivals.add(connection, b"x")
+    arrivals.add(connection, b"later")
+    assert len(log) == 3
+    await turns_until(log, 4)
+    assert arrivals.left == 2
+
+
 async def test_an_idle_one_asks_nothing_of_the_loop() -> None:
     log: list[tuple[str, bytes]] = []
     arrivals = Arrivals(reads=2)
@@ -203,11 +218,11 @@ class Idle(dict[EngineConnection, None]):
 
 
 class Answer:
-    """One exchange over a connection whose reads all wait until the loop's next turn."""
+    """One exchange over a connection whose reads all wait until the loop's next turn, or after `reads`."""
 
-    def __init__(self) -> None:
+    def __init__(self, reads: int = 1) -> None:
         self.idle = Idle()
-        self.arrivals = Arrivals(reads=1)
+        self.arrivals = Arrivals(reads)
         self.connection = EngineConnection(self.idle, self.arrivals)
         self.socket, self.reader = Socket(), Reader()
         self.connection.connection_made(self.socket)
@@ -224,6 +239,16 @@ class Answer:
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\n"
 ENDLESS_HEAD = b"HTTP/1.1 200 OK\r\n\r\n"
+
+
+async def test_what_a_connection_reads_counts_against_the_turn() -> None:
+    answer = Answer(reads=4)
+    await answer.read(ENDLESS_HEAD, b"an", b"sw", b"er")  # after one of another connection
+    assert (answer.reader.got, answer.connection.waiting, answer.arrivals.left) == (b"answ", 1, 0)
+    await asyncio.sleep(0)
+    assert (answer.reader.got, answer.arrivals.left) == (b"answer", 3)
+    answer.connection.connection_lost(None)
+    await answer.task
 
 
 async def test_a_connection_is_kept_when_its_answer_was_read_in_turns() -> None:
