@@ -48,10 +48,12 @@ class Cycle(RequestResponseCycle):
 
     _head = b""
     """Not written yet."""
-    _takes_chunks = False
+    _in_chunks = False
     """The head is written, and the rest goes out in chunks."""
     _on_left: Callable[[], None] | None = None
     """Who wants to know that the client has left."""
+    chunk_to: Callable[[bytes], None] | None = None
+    """See `Writer`.  Who changes what it depends on calls `look`: to ask for each token would cost more."""
 
     async def run_asgi(self, app: Any) -> None:
         try:
@@ -81,6 +83,7 @@ class Cycle(RequestResponseCycle):
     def leave(self) -> None:
         """The client has left."""
         self.disconnected = True
+        self.look()
         self.message_event.set()
         if self._on_left is not None:
             self._on_left()
@@ -90,19 +93,12 @@ class Cycle(RequestResponseCycle):
         begun = self.response_started and not self._head
         return begun and not (self.flow.write_paused or self.disconnected or self.response_complete)
 
-    def takes_chunks(self) -> bool:
-        return self._takes_chunks and not (
-            self.flow.write_paused or self.disconnected or self.response_complete
-        )
-
-    def write_chunk(self, chunk: bytes) -> None:
-        self.transport.write(chunk)
+    def look(self) -> None:
+        """The client has stopped to read, reads again, or has left; or the answer has begun or is complete."""
+        self.chunk_to = self.transport.write if self._in_chunks and self.ready else None
 
     def write(self, body: bytes) -> None:
-        if self._takes_chunks and body:
-            self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
-        else:
-            self._write(body, more_body=True)
+        self._write(body, more_body=True)
 
     async def send(self, message: Any) -> None:
         """ASGI's; suspends while the client reads too slowly.  Does nothing once it has left."""
@@ -150,7 +146,6 @@ class Cycle(RequestResponseCycle):
         if self.scope["method"] == "HEAD":
             self.expected_content_length, body = 0, b""
         elif self.chunked_encoding:
-            self._takes_chunks = True
             body = b"%x\r\n%b\r\n" % (len(body), body) if body else b""
             if not more_body:
                 body += b"0\r\n\r\n"
@@ -162,11 +157,15 @@ class Cycle(RequestResponseCycle):
             self.transport.write(head + body if head else body)
         if not more_body:
             self._complete()
+        elif head and self.chunked_encoding:
+            self._in_chunks = True
+            self.look()
 
     def _complete(self) -> None:
         if self.expected_content_length:
             raise RuntimeError("the answer is shorter than its content-length")
         self.response_complete = True
+        self.look()
         self.message_event.set()
         if not self.keep_alive:
             self.transport.close()
@@ -211,6 +210,18 @@ class ProxyProtocol(HttpToolsProtocol):
         self._unanswered.clear()
         self.pipeline.clear()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._look()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._look()
+
+    def _look(self) -> None:
+        for cycle in self._unanswered:
+            cycle.look()
 
     def data_received(self, data: bytes) -> None:
         try:

@@ -52,6 +52,7 @@ from gateway.http.body import (
     read_body,
 )
 from gateway.http.errors import Answer, Send, answer_of, error_event, safe_request_id, send_answer
+from gateway.http.gaps import AllGaps
 from gateway.http.keepalive import KeepAlive
 from gateway.http.passages import Passages
 from gateway.http.relay import WRITER, AnswerCutOff, AnswerRelay, Writer
@@ -261,6 +262,7 @@ class Proxy:
         self._appointments = Appointments()
         self._calls = calls
         self._observer = observer
+        self._gaps = AllGaps(observer)
         self._jitter = jitter
         self._ids = itertools.count()
         self._id_prefix = secrets.token_hex(8)
@@ -577,7 +579,9 @@ class Proxy:
 
     def relay(self, visit: _Visit, call: Call, first_token: Callable[[], None]) -> AnswerRelay:
         headers = self.own_headers(call)
-        return AnswerRelay(call, visit.send, visit.writer, headers, first_token, self._observer, visit.alive)
+        return AnswerRelay(
+            call, visit.send, visit.writer, headers, first_token, self._observer, visit.alive, self._gaps
+        )
 
     async def refuse(self, visit: _Visit, call: Call, refusal: Refusal) -> None:
         answer = self._answer(visit, refusal)

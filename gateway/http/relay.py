@@ -8,13 +8,12 @@ import asyncio
 import re
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
-from itertools import pairwise
 from typing import Any, Protocol
 
 import msgspec
 
 from gateway.call import Call
-from gateway.core.events import FirstToken, Observer, TokenGaps
+from gateway.core.events import FirstToken, Observer
 from gateway.core.forecast import Course
 from gateway.core.lifecycle import Event
 from gateway.core.messages import MessagesInspector, inspect_message
@@ -23,14 +22,13 @@ from gateway.core.responses import ResponsesInspector, inspect_response
 from gateway.core.rests import read_retry_after
 from gateway.core.sse import AnswerFacts, Failure, StreamInspector, inspect_answer
 from gateway.http.errors import late_error
+from gateway.http.gaps import AllGaps, Gaps
 from gateway.upstream.api import Headers, Trouble, UpstreamFailed
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 ANSWER_BYTES_MAX = 8 * 1024 * 1024
 """Of an answer that is no stream, held until its end to be judged; a longer one is passed on unjudged."""
-GAPS_REPORTED_SECONDS = 1.0
-"""How late telemetry may hear of the times between tokens."""
 SIGHT_SECONDS = 0.1
 """That the engine of an elastic call may be left unread before the call holds all of its demand.  A write only waits
 when all buffers on the way to its client are full, so no hiccup of a network leads there."""
@@ -63,12 +61,9 @@ class Writer(Protocol):
         """More of the body.  Only when `ready`."""
         ...
 
-    def takes_chunks(self) -> bool:
-        """It is `ready`, and the body goes out in HTTP's chunked coding."""
-        ...
-
-    def write_chunk(self, chunk: bytes) -> None:
-        """More of the body, as one chunk in that coding.  Only when `takes_chunks`."""
+    @property
+    def chunk_to(self) -> Callable[[bytes], None] | None:
+        """Takes more of the body as one chunk in HTTP's chunked coding; None where that is not used, or not `ready`."""
         ...
 
     def answer(self, status: int, headers: Headers, body: bytes) -> bool:
@@ -89,8 +84,8 @@ class AnswerRelay:
     """Implements `Relay` for one attempt."""
 
     __slots__ = (
-        "_at_once", "_call", "_event_times", "_first_at", "_first_token", "_headers", "_held", "_media_type",
-        "_observer", "_opening", "_own_headers", "_send", "_status", "_stream", "_writer", "rest_seconds",
+        "_all_gaps", "_at_once", "_call", "_first_at", "_first_token", "_gaps", "_headers", "_held", "_media_type",
+        "_observer", "_opening", "_own_headers", "_send", "_status", "_stream", "_writer", "last_at", "rest_seconds",
     )  # fmt: skip
 
     def __init__(
@@ -102,7 +97,9 @@ class AnswerRelay:
         first_token: Callable[[], None],
         observer: Observer,
         opening: Opening | None = None,
+        all_gaps: AllGaps | None = None,
     ) -> None:
+        """`all_gaps`: where the times between tokens are gathered; None = the stream's own."""
         self._call = call
         self._send = send
         self._writer = writer
@@ -118,8 +115,10 @@ class AnswerRelay:
         """A stream of which nothing is known: nothing of it is held back."""
         self._held = bytearray()
         self._first_at = 0.0
-        self._event_times: list[float] = []
-        """From the last one that was reported on."""
+        self.last_at = 0.0
+        self._all_gaps = all_gaps or AllGaps(observer)
+        self._gaps: Gaps | None = None
+        """From the first token on."""
         self.rest_seconds: float | None = None
 
     @property
@@ -139,9 +138,9 @@ class AnswerRelay:
 
     @property
     def course(self) -> Course | None:
-        if self._stream is None or not self._event_times:
+        if self._stream is None or self._gaps is None:
             return None
-        return Course(self._stream.events, self._first_at, self._event_times[-1])
+        return Course(self._stream.events, self._first_at, self.last_at)
 
     @property
     def ended_of_itself(self) -> bool:
@@ -229,32 +228,31 @@ class AnswerRelay:
         return True
 
     def take_chunk(self, chunk: bytes, start: int) -> bool:
-        stream, writer = self._stream, self._writer
-        if writer is None or stream is None or not writer.takes_chunks():
+        stream, writer, gaps = self._stream, self._writer, self._gaps
+        if writer is None or stream is None or gaps is None:
+            return False
+        write = writer.chunk_to
+        if write is None:
             return False
         if stream.metered:
-            return self._take_metered(stream, writer, chunk, start)
-        if not stream.passes(chunk, start, len(chunk) - 2):
+            shown = self._without_usage(stream, chunk, start)
+            if not shown:
+                return False
+            chunk = shown
+        elif not stream.passes(chunk, start, len(chunk) - 2):
             return False
-        writer.write_chunk(chunk)
-        now, times = time.monotonic(), self._event_times
-        times.append(now)
-        if now - times[0] > GAPS_REPORTED_SECONDS:
-            self.report()
+        write(chunk)
+        self.last_at = gaps.next(self.last_at)
         return True
 
-    def _take_metered(self, stream: StreamInspector, writer: Writer, chunk: bytes, start: int) -> bool:
+    def _without_usage(self, stream: StreamInspector, chunk: bytes, start: int) -> bytes:
+        """The chunk as its client gets it; empty where more has to be done."""
         end = len(chunk) - 2
         event = stream.passes_metered(chunk, start, end)
         if event is None:
-            return False
+            return b""
         self._note_usage(stream)
-        self._note_time()
-        if len(event) == end - start:
-            writer.write_chunk(chunk)
-        else:
-            writer.write(event)
-        return True
+        return chunk if len(event) == end - start else b"%x\r\n%b\r\n" % (len(event), event)
 
     def _note_usage(self, stream: StreamInspector) -> None:
         meter, usage = self._call.meter, stream.usage
@@ -370,22 +368,17 @@ class AnswerRelay:
 
     def _note_event(self, started_before: bool, events: int) -> None:
         if started_before:
-            if events:
-                self._note_time()
+            if events and self._gaps is not None:
+                self.last_at = self._gaps.next(self.last_at)
             return
         now = time.monotonic()
         self._first_token()
         call = self._call
         ttft_ms = (now - call.started) * 1000
-        self._observer(FirstToken(call.fleet.name, self._pool(), call.terms.class_, ttft_ms))
-        self._event_times.append(now)
-        self._first_at = now
-
-    def _note_time(self) -> None:
-        now, times = time.monotonic(), self._event_times
-        times.append(now)
-        if now - times[0] > GAPS_REPORTED_SECONDS:
-            self.report()
+        place = call.fleet.name, self._pool(), call.terms.class_
+        self._observer(FirstToken(*place, ttft_ms))
+        self._gaps = self._all_gaps.of(*place)
+        self._first_at = self.last_at = now
 
     def report(self) -> None:
         """Tell of the tokens since the last report: the call how many, telemetry the times between them.
@@ -394,12 +387,8 @@ class AnswerRelay:
         """
         if self._stream is not None:
             self._call.usage, self._call.output_events = self._stream.usage, self._stream.events
-        times = self._event_times
-        if len(times) > 1:
-            call = self._call
-            gaps_ms = [(later - earlier) * 1000 for earlier, later in pairwise(times)]
-            del times[:-1]
-            self._observer(TokenGaps(call.fleet.name, self._pool(), call.terms.class_, gaps_ms))
+        if self._gaps is not None:
+            self._gaps.report()
 
     def _pool(self) -> str:
         call = self._call

@@ -91,6 +91,11 @@ class Receiver(Protocol):
         """True once the first data event was seen: before it the first-event limit counts, then the idle limit."""
         ...
 
+    @property
+    def last_at(self) -> float:
+        """When `take_chunk` last took one, by time.monotonic: the idle limit counts from there."""
+        ...
+
     async def head(self, status: int, headers: Headers) -> None: ...
 
     def take(self, data: bytes) -> bool:
@@ -121,6 +126,10 @@ class Collected(Receiver):
     @property
     def started(self) -> bool:
         return True
+
+    @property
+    def last_at(self) -> float:
+        return 0.0
 
     async def head(self, status: int, headers: Headers) -> None:
         self.status = status

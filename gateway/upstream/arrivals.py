@@ -29,7 +29,7 @@ class Sink(Protocol):
 class Arrivals:
     """What was read from engines; one for the process.  Reads of one connection are never overtaken by later ones.
 
-    Where a turn ends is asked of the loop only when its reads are used up: to ask costs the loop a turn of its own, with
+    Where a turn ends is asked of the loop only when its reads are used up: to ask costs the loop a turn of its own with
     a system call, and while little comes nobody has to wait.  So a turn may have less than all of its reads left.
     """
 

@@ -6,6 +6,7 @@ then the engine's socket is not read and the call's task waits for the rest of i
 """
 
 import asyncio
+import time
 import zlib
 from collections.abc import Coroutine
 from functools import lru_cache
@@ -47,8 +48,8 @@ class Exchange:
     """
 
     __slots__ = (
-        "__weakref__", "_between_chunks", "_closed", "_coding_bits", "_deadline", "_decoder", "_decoding",
-        "_ended", "_error", "_failure", "_head_complete", "_head_passed", "_head_refused", "_headers",
+        "__weakref__", "_between_chunks", "_chunks_came", "_closed", "_coding_bits", "_deadline", "_decoder",
+        "_decoding", "_ended", "_error", "_failure", "_head_complete", "_head_passed", "_head_refused", "_headers",
         "_heard", "_idle_counts", "_keeps_alive", "_limit", "_limits", "_loop", "_parser", "_parts",
         "_receiver", "_status", "_streams", "_suspended", "_transport", "_unread_bytes", "_until_eof",
         "_whole_chunks", "_woken",
@@ -83,6 +84,8 @@ class Exchange:
         """The parser has read the end of a chunk, and no line since."""
         self._whole_chunks = False
         """The next chunk need not be parsed if it arrives undivided."""
+        self._chunks_came = False
+        """Such ones, which moved no deadline, since a limit last passed."""
         self._ended = False
         self._failure: UpstreamFailed | None = None
         self._error: BaseException | None = None
@@ -133,8 +136,8 @@ class Exchange:
     # -- the socket's side ---------------------------------------------------------------------------------------
 
     def feed(self, data: bytes) -> None:
-        """One function for what nearly every token is, a chunk in one piece: the parser stands between two chunks before
-        and after it, so it need not see it.
+        """Begins with what nearly every token is, a chunk in one piece, in one function: before and after it the parser
+        stands between two chunks, so it need not see it.
         """
         if self._whole_chunks:
             size_line = _size_line(len(data))
@@ -145,7 +148,7 @@ class Exchange:
                     self._stop(error)
                     return
                 if taken:
-                    self._deadline.set(self._limits.idle_seconds)
+                    self._chunks_came = True
                     return
         if self._ended:
             self._keeps_alive = False  # nobody asked for this
@@ -357,7 +360,14 @@ class Exchange:
             self._deadline.set(self._limits.first_event_seconds)
 
     def late(self) -> None:
-        """The limit that counts now has passed."""
-        if not self._ended:
-            self._fail(self._limit, timed_out=True)
-            self._wake()
+        """The limit that counts now has passed, unless chunks have come since that moved no deadline."""
+        if self._ended:
+            return
+        if self._chunks_came:
+            self._chunks_came = False
+            seconds_left = self._receiver.last_at + self._limits.idle_seconds - time.monotonic()
+            if seconds_left > 0:
+                self._deadline.set(seconds_left)
+                return
+        self._fail(self._limit, timed_out=True)
+        self._wake()

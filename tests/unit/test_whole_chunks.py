@@ -22,9 +22,10 @@ from gateway.core.lifecycle import Phase
 from gateway.core.request import Dialect
 from gateway.core.sse import Usage
 from gateway.deadline import Deadline
-from gateway.http import relay
+from gateway.http import gaps, relay
 from gateway.http.protocol import Cycle
 from gateway.http.relay import AnswerRelay
+from gateway.upstream import exchange
 from gateway.upstream.api import UpstreamFailed
 from gateway.upstream.exchange import Exchange, _size_line
 from gateway.upstream.limits import UpstreamLimits
@@ -135,8 +136,8 @@ def payload(answer: bytes) -> tuple[bytes, bool]:
 class ParsingCycle(Cycle):
     """Takes nothing unparsed: what a stream has to look like."""
 
-    def takes_chunks(self) -> bool:
-        return False
+    def look(self) -> None:
+        self.chunk_to = None
 
 
 class IdleWatch(Deadline):
@@ -275,6 +276,7 @@ async def test_the_time_between_tokens_is_told_once(monkeypatch: pytest.MonkeyPa
     """Of all in one stream, parsed or not; what is no token does not end a gap."""
     clock = SimpleNamespace(now=10.0, monotonic=lambda: clock.now)
     monkeypatch.setattr(relay, "time", clock)
+    monkeypatch.setattr(gaps, "time", clock)
     way = stream()
     way.feed(STREAM_HEAD + chunk(WORD))
     for now, data in [(10.5, WORD), (10.625, COMMENT), (10.75, FINISH), (11.25, WORD), (11.5, WORD)]:
@@ -292,16 +294,28 @@ async def test_a_client_that_needs_another_framing_gets_it() -> None:
     assert way.client.written[-1] == WORD
 
 
-async def test_each_token_moves_the_idle_limit() -> None:
+async def test_each_token_moves_the_idle_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked for when the limit has passed, so that a token need not set it."""
+    clock = SimpleNamespace(now=10.0, monotonic=lambda: clock.now)
+    for module in (relay, gaps, exchange):
+        monkeypatch.setattr(module, "time", clock)
     way = begun()
-    way.deadline.seconds = 0
-    way.feed(chunk(WORD))
     assert way.deadline.seconds == IDLE_SECONDS
+    clock.now += 5
+    way.feed(chunk(WORD))
+    clock.now += 2  # what the first token had set has passed
+    way.exchange.late()
+    assert (way.deadline.seconds, way.exchange._failure) == (5, None)
+    clock.now += 5
+    way.exchange.late()
+    with pytest.raises(UpstreamFailed, match="nothing for 7 s"):
+        await way.exchange.finish()
 
 
 async def test_a_client_that_does_not_read_stops_the_engine() -> None:
     way = begun()
     way.cycle.flow.pause_writing()
+    way.cycle.look()
     written = len(way.client.written)
     way.feed(chunk(WORD))
     assert (len(way.client.written), way.engine.reads) == (written, False)
@@ -315,6 +329,7 @@ async def test_a_client_that_does_not_read_stops_the_engine() -> None:
 async def test_a_client_that_left_gets_nothing() -> None:
     way = begun()
     way.cycle.disconnected = True
+    way.cycle.look()
     written = len(way.client.written)
     way.feed(chunk(WORD))
     assert len(way.client.written) == written
