@@ -10,7 +10,7 @@ why, and `core/lifecycle.py` what that means.
 import asyncio
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 
@@ -195,18 +195,18 @@ class Flow:
             if refusal:
                 return refusal
         shape, request, limits = _shape(call), call.generation, call.terms.limits
-        asks: Sequence[Outlook] = ()
+        asks: Callable[[], Sequence[Outlook]] | None = None
         is_dear = _is_counted_exactly(call, shape)
         if is_dear or self._refused_lately(call) or len(request.body) > COUNTED_AT_ONCE_BYTES_MAX:
             low, high = token_bounds(request, shape.token_factor)
             refusal = hopeless(shape, request, low, limits)
-            if refusal is None:
+            if refusal is None and self._refused_lately(call):
                 lanes = candidate_lanes(shape, request, low, high, limits)
                 refusal = self._known_refusal(call, lanes)
             if refusal:
                 return refusal
             if (is_dear or len(request.body) > COUNTED_UNASKED_BYTES_MAX) and not request.replica:
-                asks = outlooks(shape, request, low, high, limits)
+                asks = partial(outlooks, shape, request, low, high, limits)
         counting = self._count_unless_refused(call, asks) if asks else self._count_all(call)
         counts = await counting
         if isinstance(counts, Refusal):
@@ -220,8 +220,10 @@ class Flow:
             return _not_kept(demand.lane)
         return demand
 
-    async def _count_unless_refused(self, call: Call, asks: Sequence[Outlook]) -> list[Counted] | Refusal:
-        """Before a thread counts, the store is asked whether the call's size matters at all.
+    async def _count_unless_refused(
+        self, call: Call, asks: Callable[[], Sequence[Outlook]]
+    ) -> list[Counted] | Refusal:
+        """Before a thread counts, the store is asked whether the call's size matters at all: `asks` says about what.
 
         Counting meanwhile would take the processor from who waits for that answer.  A second call under one
         `Idempotency-Key` is to hear of the first one, which the store says only when it admits.
@@ -231,7 +233,7 @@ class Flow:
             if not counting.suspended or call.once:
                 return await counting.rest()
             with ExitStack() as lines:
-                return await _would_refuse(call, asks, lines) or await counting.rest()
+                return await _would_refuse(call, asks(), lines) or await counting.rest()
         finally:
             counting.close()
 

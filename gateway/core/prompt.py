@@ -356,9 +356,12 @@ class _Gathered:
 
     def add_literal(self, literal: msgspec.Raw) -> None:
         """A string as it stands in the body."""
-        self._add_piece()
-        if LITERAL_BYTES_MIN <= len(literal) <= LITERAL_BYTES_MAX:
-            self.literal_bytes += len(literal)
+        self.pieces += 1  # as `_add_piece`: a history has hundreds
+        if self.pieces > PIECES_MAX:
+            _check_pieces(self.pieces, self.field)
+        size = len(literal)
+        if LITERAL_BYTES_MIN <= size <= LITERAL_BYTES_MAX:
+            self.literal_bytes += size
             self.texts.append(literal)
         else:
             self.texts.append(literal_text(literal))
@@ -372,7 +375,10 @@ class _Gathered:
         """`escape_bytes`: as there."""
         media, texts = Media(*self.media) if self.media else NO_MEDIA, tuple(self.texts)
         media_tokens = USUAL.tokens(media) if self.media else 0
-        utf8_bytes, fixed = sum(map(text_bytes, texts)), self.fixed_tokens + media_tokens
+        decoded = [text for text in texts if isinstance(text, str)]
+        quotes = len(b'""') * (len(texts) - len(decoded))
+        utf8_bytes = self.literal_bytes - quotes + sum(map(text_bytes, decoded))
+        fixed = self.fixed_tokens + media_tokens
         return PromptText(texts, fixed, utf8_bytes, escape_bytes, media, media_tokens, tuple(self.sources))
 
     def _add_piece(self) -> None:

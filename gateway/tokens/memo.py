@@ -1,6 +1,9 @@
 """What was counted before: of each text a number."""
 
 import secrets
+from collections.abc import Iterable, Sequence
+
+import msgspec
 
 from gateway.core.prompt import Text
 
@@ -41,6 +44,11 @@ class Memo:
                 self.put(key, known)
         return known
 
+    def get_all(self, keys: Sequence[int]) -> list[int | None]:
+        """The same of many."""
+        found = map(self._young.get, keys)
+        return [self.get(key) if known is None else known for key, known in zip(keys, found, strict=True)]
+
     def put(self, key: int, known: int) -> None:
         if len(self._young) >= GENERATION_ENTRIES_MAX:
             self._old, self._young = self._young, {}
@@ -59,3 +67,8 @@ def text_key(text: Text) -> int:
     if isinstance(text, str):
         return hash(_DECODED + text.encode(errors="surrogatepass"))
     return hash(_LITERAL + text)
+
+
+def literal_keys(literals: Iterable[msgspec.Raw]) -> list[int]:
+    """The `text_key` of each."""
+    return [hash(_LITERAL + literal) for literal in literals]

@@ -4,7 +4,7 @@ import asyncio
 import base64
 import hashlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from gateway.core.content import SCRIPTS, Share, json_bytes, script_of
 from gateway.core.outcomes import OperatorError
 from gateway.core.prompt import Text, literal_text, text_bytes
 from gateway.tokens.api import Counted, Counter
-from gateway.tokens.memo import Memo, text_key
+from gateway.tokens.memo import Memo, literal_keys, text_key
 from gateway.tokens.threads import THREADS, CountingThreads, IsLate
 
 VOCABULARY = Path(__file__).parent / "data" / "cl100k_base.tiktoken"
@@ -95,6 +95,16 @@ class _Sum:
         tokens = known >> _TOKENS_SHIFT
         self.tokens += tokens
         self._note(known & _SCRIPT_MASK, tokens, known >> _SCRIPT_BITS & _BYTES_MASK)
+
+    def add_all(self, numbers: Iterable[int]) -> None:
+        """The same of many: those of one script first become one."""
+        by_script: dict[int, list[int]] = {}
+        for known in numbers:
+            by_script.setdefault(known & _SCRIPT_MASK, []).append(known >> _SCRIPT_BITS)
+        for script, of_script in by_script.items():
+            tokens = sum([number >> _BYTES_BITS for number in of_script])
+            self.tokens += tokens
+            self._note(script, tokens, sum([number & _BYTES_MASK for number in of_script]))
 
     def _note(self, script: int, tokens: int, bytes_: int) -> None:
         before = self._by_script.get(script)
@@ -203,10 +213,13 @@ class TiktokenCounter(Counter):
 
     def _look_up(self, texts: Sequence[Text]) -> _Found:
         found = _Found(_Sum(), [])
+        literals = [text for text in texts if not isinstance(text, str)]
+        if literals:
+            self._look_up_literals(literals, found)
         for text in texts:
             if not isinstance(text, str):
-                self._look_up_literal(text, found)
-            elif len(text) <= PART_CHARS:
+                continue
+            if len(text) <= PART_CHARS:
                 self._look_up_part(text, text, 0, found)
             else:
                 for start in range(0, len(text), PART_CHARS):
@@ -221,15 +234,15 @@ class TiktokenCounter(Counter):
         else:
             found.sum.add_of(text, known, part is text)
 
-    def _look_up_literal(self, literal: msgspec.Raw, found: _Found) -> None:
-        """It is decoded only where it is not known, and remembered as a whole."""
-        key = text_key(literal)
-        known = self._memo.get(key)
-        if known is None:
-            text = literal_text(literal)
-            found.unknown.append(_Part(key, text, 0, len(text), whole=True))
-        else:
-            found.sum.add(known)
+    def _look_up_literals(self, literals: Sequence[msgspec.Raw], found: _Found) -> None:
+        """One is decoded only where it is not known, and remembered as a whole.  A history has hundreds."""
+        keys = literal_keys(literals)
+        known = self._memo.get_all(keys)
+        found.sum.add_all(number for number in known if number is not None)
+        for literal, key, number in zip(literals, keys, known, strict=True):
+            if number is None:
+                text = literal_text(literal)
+                found.unknown.append(_Part(key, text, 0, len(text), whole=True))
 
     def _count_short(self, part: _Part) -> int:
         """Of a part of one piece, as it is remembered."""
@@ -278,11 +291,11 @@ def _are_looked_up_soon(texts: Sequence[Text]) -> bool:
     """Characters outside of ASCII are taken for the four bytes that they can have: to know would cost as much again."""
     if len(texts) > LOOKED_UP_TEXTS_MAX:
         return False
-    return sum(map(_bytes_to_look_up, texts)) <= LOOKED_UP_BYTES_MAX
-
-
-def _bytes_to_look_up(text: Text) -> int:
-    return 4 * len(text) if isinstance(text, str) and not text.isascii() else len(text)
+    size = 0
+    for text in texts:
+        is_plain = not isinstance(text, str) or text.isascii()
+        size += len(text) if is_plain else 4 * len(text)
+    return size <= LOOKED_UP_BYTES_MAX
 
 
 def _estimate(texts: Sequence[Text], found: _Found | None) -> Counted:
