@@ -93,7 +93,7 @@ class Flow:
                 raise
             call.task.uncancel()
             ending = call.advance(call.interrupted)
-        if call.outlives_client:
+        if ending is None or call.outlives_client:
             return  # its answer is complete
         await _tell(call, client, ending)
 
@@ -545,10 +545,11 @@ def units_used(call: Call, demand: Demand) -> Units:
     """What counts against its key: nothing without an answer, of one what the engine reported, else an estimate."""
     if not call.status or call.status >= 400:
         return Units()
-    estimate, usage = demand.units, call.usage
+    usage = call.usage
     if usage is not None and usage.completion_tokens is not None:
         hears = call.generation.sound is not None  # then the engine counts its length, not tokens
-        return Units(1, estimate.prompt_tokens if hears else usage.prompt_tokens, usage.completion_tokens)
+        return Units(1, demand.prompt_tokens if hears else usage.prompt_tokens, usage.completion_tokens)
+    estimate = demand.units
     return Units(
         1, estimate.prompt_tokens, call.output_events if call.request.stream else estimate.output_tokens
     )
@@ -584,13 +585,13 @@ def refusal_of(code: Code) -> Refusal:
     return Refusal(code, WORDS[code], retry_ms=RETRY_MS.get(code), should_retry=SHOULD_RETRY.get(code))
 
 
-async def _tell(call: Call, client: Client, ending: Refusal | Step | None) -> None:
+async def _tell(call: Call, client: Client, ending: Refusal | Step) -> None:
     """Write what the client is still owed; everything was given back before."""
     if isinstance(ending, Refusal):
         call.advance(Event.REFUSED)
         call.reason, call.waited = ending.code, ending.waited
         await client.refuse(call, ending)
-    elif ending is not None and ending.code in WORDS:
+    elif ending.code in WORDS:
         refusal = refusal_of(ending.code)
         if ending.action is Action.ERROR_EVENT:
             await client.fail(call, refusal)

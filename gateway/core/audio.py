@@ -50,7 +50,7 @@ def _parse(endpoint: Endpoint, form: Form, body: bytes, n_max: int) -> Generatio
     limit_start, limit_end, *around = form.place(limit_field)
     prompt = _prompt(form)
     return GenerationRequest(
-        path=endpoint.value,
+        path=endpoint.path,
         dialect=endpoint.dialect,
         endpoint=endpoint,
         body=body,

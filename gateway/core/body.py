@@ -4,7 +4,7 @@ Values stay raw until something asks for them: fields that nobody reads cost one
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -187,8 +187,11 @@ def is_given(members: Members, name: str) -> bool:
     return name in members and not members[name].is_null
 
 
-def splice(body: bytes, edits: Iterable[Edit]) -> bytes:
+def splice(body: bytes, edits: Sequence[Edit]) -> bytes:
     """`body` with the edits applied, which must not overlap; edits at one place keep their order."""
+    if len(edits) == 1:
+        ((start, end, text),) = edits
+        return b"".join((body[:start], text, body[end:]))
     uncut = memoryview(body)
     pieces: list[bytes | memoryview] = []
     at = 0

@@ -69,7 +69,9 @@ class Part(NamedTuple):
 
 def parts(shares: Iterable[Share]) -> tuple[Part, ...]:
     """Of the texts of a prompt."""
-    found = list(shares)
+    found = tuple(shares)
+    if len(found) == 1:
+        return (_part(found[0], bisect_right(SIZES, found[0].tokens)),)
     size = bisect_right(SIZES, sum(share.tokens for share in found))
     return tuple(_part(share, size) for share in found)
 

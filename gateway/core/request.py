@@ -11,6 +11,7 @@ from gateway.core.body import (
     Members,
     Refused,
     append_member,
+    decode,
     is_given,
     read_boolean,
     read_integer,
@@ -68,19 +69,13 @@ class Endpoint(StrEnum):
     TRANSCRIPTIONS = "/v1/audio/transcriptions"
     TRANSLATIONS = "/v1/audio/translations"
 
-    @property
-    def generates(self) -> bool:
-        """False where the answer is computed from the prompts alone: no token is sampled."""
-        return self in LIMIT_FIELDS
-
-    @property
-    def takes_form(self) -> bool:
-        """Its body is a form with a file, no JSON: `audio.parse_audio` reads it."""
-        return self in (Endpoint.TRANSCRIPTIONS, Endpoint.TRANSLATIONS)
-
-    @property
-    def dialect(self) -> Dialect:
-        return Dialect.ANTHROPIC if self is Endpoint.MESSAGES else Dialect.OPENAI
+    path: str
+    """Its value: to ask an enum for that costs two calls.  This and the others are set below."""
+    generates: bool
+    """False where the answer is computed from the prompts alone: no token is sampled."""
+    takes_form: bool
+    """Its body is a form with a file, no JSON: `audio.parse_audio` reads it."""
+    dialect: Dialect
 
 
 UNRESERVED = {
@@ -101,6 +96,13 @@ LIMIT_FIELDS = {
 """Where vLLM reads the output limit of what generates, the winner first.  Elsewhere than in chats it ignores
 `max_completion_tokens`.
 """
+
+
+for _endpoint in Endpoint:
+    _endpoint.path = _endpoint.value
+    _endpoint.generates = _endpoint in LIMIT_FIELDS
+    _endpoint.takes_form = _endpoint in (Endpoint.TRANSCRIPTIONS, Endpoint.TRANSLATIONS)
+    _endpoint.dialect = Dialect.ANTHROPIC if _endpoint is Endpoint.MESSAGES else Dialect.OPENAI
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -340,7 +342,7 @@ def _parse(endpoint: Endpoint, body: bytes, n_max: int) -> GenerationRequest:
         message = f"{count} prompts of {per_prompt} sequences each; a call may have {SEQUENCES_MAX}."
         raise Refused(Code.TOO_MANY_SEQUENCES, message, "n" if count == 1 else prompt_field)
     return GenerationRequest(
-        path=endpoint.value,
+        path=endpoint.path,
         dialect=endpoint.dialect,
         endpoint=endpoint,
         body=body,
@@ -385,7 +387,7 @@ def _parse_message(body: bytes) -> GenerationRequest:
     _check_transfers(members)
     limit = members[limit_field]
     return GenerationRequest(
-        path=endpoint.value,
+        path=endpoint.path,
         dialect=endpoint.dialect,
         endpoint=endpoint,
         body=body,
@@ -422,7 +424,7 @@ def _parse_response(body: bytes) -> GenerationRequest:
     if background:
         _check_background(stream, id_edit)
     return GenerationRequest(
-        path=endpoint.value,
+        path=endpoint.path,
         dialect=endpoint.dialect,
         endpoint=endpoint,
         body=body,
@@ -469,7 +471,7 @@ def _parse_inputs(endpoint: Endpoint, body: bytes) -> GenerationRequest:
     _check_transfers(members)
     inputs = _read_inputs(endpoint, members)
     return GenerationRequest(
-        path=endpoint.value,
+        path=endpoint.path,
         dialect=endpoint.dialect,
         endpoint=endpoint,
         body=body,
@@ -502,7 +504,8 @@ def _read_model(members: Members) -> str | None:
 
 
 def _read_string(members: Members, name: str) -> str | None:
-    value = read_value(members, name)
+    member = members.get(name)
+    value = None if member is None else decode(member.raw, name)
     if value is None or isinstance(value, str):
         return value
     raise Refused(Code.INVALID_VALUE, f"`{name}` must be a string, got {shown(members[name])}.", name)

@@ -145,7 +145,9 @@ class Callers:
     def find(self, scope: Scope, headers: Mapping[bytes, bytes], now_ms: int) -> Key | None:
         """None means 401.  `headers` are those of the scope by name; `now_ms` is epoch milliseconds."""
         authorization = headers.get(b"authorization")
-        name = self._name_from_outside(scope, authorization, now_ms)
+        name = None
+        if self._header is not None or self.tokens is not None:
+            name = self._name_from_outside(scope, authorization, now_ms)
         if name is None:
             return self._ring.find(authorization, headers.get(b"x-api-key"), now_ms)
         return self._ring.named(name, now_ms)

@@ -291,7 +291,8 @@ class Proxy:
         """The same, of the path of this route."""
         headers = dict(scope["headers"])
         own_id = self._new_id()
-        request_id = safe_request_id(headers.get(b"x-request-id"), own_id)
+        asked = headers.get(b"x-request-id")
+        request_id = own_id if asked is None else safe_request_id(asked, own_id)
         writer: Connection | None = scope.get("extensions", {}).get(WRITER)
         share = self._bodies.share()
         incoming, now = Incoming(receive), time.monotonic()
@@ -376,7 +377,10 @@ class Proxy:
         locked = _locked(visit.key)
         if locked:
             return locked
-        request = await _read(visit.route, scope, body, self._settings.n_max)
+        if len(body) <= PARSE_INLINE_BYTES_MAX and not visit.route.takes_form:
+            request = visit.route.read(scope, body, self._settings.n_max)
+        else:
+            request = await _read(visit.route, scope, body, self._settings.n_max)
         if isinstance(request, Refusal):
             return request
         if self._calls.draining:
@@ -698,12 +702,10 @@ def _locked(key: Key) -> Refusal | None:
 
 
 async def _read(route: Route, scope: Scope, body: bytes, n_max: int) -> Request | Refusal:
-    """Nothing is held yet: a cancelled wait leaves a thread that ends by itself.
+    """In a thread: a long body, and a form, the heads of whose parts are read by Python alone.
 
-    The heads of a form's parts are read by Python alone, where a short body may take long.
+    Nothing is held yet: a cancelled wait leaves a thread that ends by itself.
     """
-    if len(body) <= PARSE_INLINE_BYTES_MAX and not route.takes_form:
-        return route.read(scope, body, n_max)
     return await asyncio.to_thread(route.read, scope, body, n_max)
 
 

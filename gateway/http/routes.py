@@ -23,11 +23,8 @@ class Route:
     """What is done there with blocks, which a call then has to reserve; None: nothing."""
     known: bool = True
     """False for a path that an operator has allowed: what a request there does is not known."""
-
-    @property
-    def takes_form(self) -> bool:
-        """Its body is a form with a file."""
-        return self.endpoint is not None and self.endpoint.takes_form
+    takes_form: bool = False
+    """Its body is a form with a file."""
 
     @property
     def of_responses(self) -> bool:
@@ -83,7 +80,10 @@ class Route:
 
 
 ROUTES = {
-    endpoint.encode(): Route(endpoint.value, endpoint.dialect, endpoint=endpoint) for endpoint in Endpoint
+    endpoint.encode(): Route(
+        endpoint.path, endpoint.dialect, endpoint=endpoint, takes_form=endpoint.takes_form
+    )
+    for endpoint in Endpoint
 }
 ROUTES |= {path.encode(): Route(path, dialect) for path, dialect in UNRESERVED.items()}
 """By raw path: a variant that only decodes to one of them is an unknown path."""

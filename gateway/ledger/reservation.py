@@ -176,8 +176,9 @@ class Ask:
         arguments = [
             "A", self.id, a.key, a.class_, a.lane, a.blocks, a.sequences, a.prefill, a.cost, self._wait_left_ms(),
             a.weight, a.blocks_max, a.requests_max, a.pool_share, a.queue_max, a.queue_key_max, [],
-            list(self.exclude), quota.arguments(a.charges), self._fingerprint(), a.once,
-            0 if self.queued else a.standing, self.held, self.base, path_argument(self.path), int(a.promised),
+            list(self.exclude), quota.arguments(a.charges) if a.charges else [], self._fingerprint(), a.once,
+            0 if self.queued else a.standing, self.held, self.base,
+            path_argument(self.path) if self.path else "", int(a.promised),
         ]  # fmt: skip
         self._ledger.channel.admit(arguments, partial(self._on_admit, self.id))
 
@@ -260,7 +261,8 @@ class Ask:
     def _take_answer(self, result: Result) -> None:
         if result[0] == "grant":
             self._claiming = True
-            self._left = quota.lefts(self.admission.charges, result[2:]) or self._left
+            if self.admission.charges:
+                self._left = quota.lefts(self.admission.charges, result[2:]) or self._left
             self._reserved(result[1])
         elif result[0] == "ticket":
             self._note_ticket(*result[1:])

@@ -365,6 +365,8 @@ class ValkeyLedger:
 
     def settled_here(self, admission: Admission) -> None:
         """Something of this lane and key was given back: what the store said before no longer holds."""
+        if not self._known:
+            return
         for place in [p for p in self._known if p[0] == admission.lane or p == ("", "", admission.key)]:
             del self._known[place]
 
