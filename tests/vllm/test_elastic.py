@@ -1,6 +1,6 @@
 """An elastic pool on a real engine: more calls at once than whole demands let in, no preemption, the same answers.
 
-KVGATE_VLLM_ELASTIC_CALLS=200 make test-vllm ARGS="-k elastic"       # of each trace in each mode; 2,000 by default
+KVGATE_VLLM_ELASTIC_CALLS=400 make test-vllm ARGS="-k elastic"       # of each trace in each mode; 2,000 by default
 
 Each trace is played to the bare engine first, which preempts, and then through kvgate: after some calls from which it
 learns, in two parts, each with the pool guaranteed and then elastic, so that what else the machine does meets both.
@@ -19,7 +19,7 @@ import pytest
 from gateway.core.modes import Mode
 from tests.processes import ADMIN_TOKEN, World
 from tests.vllm.beside import Look, Watch, rows_of, shortfalls
-from tests.vllm.engine import BLOCK_SIZE, MODEL, SLOW_MACHINE, START_SECONDS, Vllm
+from tests.vllm.engine import MODEL, SLOW_MACHINE, START_SECONDS, Vllm
 from tests.vllm.environment import place, ready_place
 from tests.vllm.mixed import CHAT
 from tests.vllm.traced import TRACES, Trace, TracedCall, Turn, play
@@ -29,8 +29,13 @@ CALLS = int(os.environ.get("KVGATE_VLLM_ELASTIC_CALLS", "2000"))
 LEARNED_FROM = 300
 """Calls that are played before anything is measured."""
 PARTS = 2
-GAIN_MIN = {"generous": 1.5, "chat": 1.0}
-"""Output tokens a second in the elastic pool, of those in the guaranteed one."""
+GAIN_MIN = {"generous": 1.5}
+"""Output tokens a second in the elastic pool, of those in the guaranteed one.  How much more throughput more streams
+are is the engine's affair; on two cores that other processes use, too, chat's 1.3 would be a bound by chance."""
+STREAMS_GAIN_MIN = 2.0
+"""Calls that run at once, in the same way."""
+CALLS_A_CLIENT_MIN = 5
+"""In each turn, for both to be judged: at its beginning and end not every client has a call."""
 SEED, OTHER_SEED = 11, 12
 LOOK_SECONDS = 0.5
 AGAIN = 3
@@ -125,7 +130,11 @@ async def test_elastic(name: str, trace: Trace, engine: Vllm, new_world: World) 
     await soon(pool.gateway.is_quiet, "nothing is held")
     told = {mode: [turn.told for turn in found] for mode, found in turns.items()}
     await judge_answers(engine, trace, calls, bare, [each for found in told.values() for each in found])
-    assert gain(turns) >= GAIN_MIN[name]
+    if CALLS // PARTS < CALLS_A_CLIENT_MIN * trace.clients:
+        pytest.skip("all but how much was gained, for which so few calls say nothing, holds")
+    assert gain(turns) >= GAIN_MIN.get(name, 0)
+    seen = {mode: mean_of(during(found, watch.looks), "running") for mode, found in turns.items()}
+    assert seen[Mode.ELASTIC] >= STREAMS_GAIN_MIN * seen[Mode.GUARANTEED], seen
 
 
 async def through(pool: Pool, engine: Vllm, trace: Trace, calls: Sequence[TracedCall], salt: str) -> Turn:
@@ -152,10 +161,9 @@ def report(
     """The rows of docs/utilisation.md."""
     rows = {"bare engine": [bare], **turns}
     for way, found in rows.items():
-        during = [[look for look in looks if turn.began <= look.at <= turn.dry] for turn in found]
-        seen = any(during)
+        seen = any(looked := during(found, looks))
         ttfts = sorted(told.ttft_seconds for turn in found for told in turn.told.values())
-        used, running = mean_of(during, "used"), mean_of(during, "running")
+        used, running = mean_of(looked, "used"), mean_of(looked, "running")
         figures = (
             f"{name}, {way}",
             f"{sum(len(turn.told) for turn in found):,}",
@@ -169,8 +177,13 @@ def report(
     print(f"elastic / guaranteed: {gain(turns):.2f}")
 
 
+def during(turns: Sequence[Turn], looks: Sequence[Look]) -> list[list[Look]]:
+    """Those of each turn, while every client had calls."""
+    return [[look for look in looks if turn.began <= look.at <= turn.dry] for turn in turns]
+
+
 def mean_of(turns: Sequence[Sequence[Look]], figure: str) -> float:
-    """Over time, of the one replica, while every client had calls."""
+    """Over time, of the one replica."""
     lasting = [(later.at - look.at, look.sights[NAME]) for looks in turns for look, later in pairwise(looks)]
     seconds = sum(part for part, _ in lasting)
     return sum(part * getattr(sight, figure) for part, sight in lasting) / max(seconds, 1e-9)
@@ -219,6 +232,7 @@ async def judge_answers(
 SHORT = 100
 """Calls of a few tokens, from which it is learned that nobody writes much."""
 UNREAD_TOKENS = 3900
+RUNNING, TOKENS = "vllm:num_requests_running", "vllm:generation_tokens_total"
 READ_BYTES = 1 << 12
 WRITING_SECONDS = 600.0
 TOLD = 20
@@ -227,27 +241,25 @@ TOLD = 20
 
 @pytest.mark.parametrize("name", ["chat"])
 async def test_a_client_that_does_not_read(trace: Trace, engine: Vllm, new_world: World) -> None:
-    """The engine goes on writing, which nobody tells kvgate: the call holds all that it may come to need."""
+    """The engine goes on writing, which nobody tells kvgate: the call holds all that it may come to need.
+
+    It is over when it is written, or on a slow machine after a minute, for which a client may read nothing.
+    """
     pool = Pool(engine, new_world)
     await soon(pool.is_up, "the engine is found")
     short = [TracedCall(number, CHAT, "hi", None, 8 + number % 16, UNREAD_TOKENS) for number in range(SHORT)]
     await through(pool, engine, trace, short, "short")
     await soon(pool.gateway.is_quiet, "nothing is held")
     body = TracedCall(0, CHAT, "hi", None, UNREAD_TOKENS, UNREAD_TOKENS).body("unread")
-    until = written(engine) + UNREAD_TOKENS - BLOCK_SIZE
+    before = engine.metric(TOKENS)
     wire = await Wire.open(pool.gateway.url, limit=READ_BYTES)
     async with Watch(pool.gateway, {NAME: engine}, trace.usable_blocks) as watch:
         await wire.send(post(pool.gateway.key, body | {"logprobs": True, "top_logprobs": TOLD}, CHAT))
         assert (await wire.head())[0] == 200
         assert await wire.event()
-        await soon(lambda: written(engine) >= until, "nearly all is written", WRITING_SECONDS)
+        await soon(lambda: not engine.metric(RUNNING), "it is written, or cut off", WRITING_SECONDS)
     wire.reset()
     found = shortfalls(watch.looks, [])
-    print(f"the ledger below the engine: {found}")
+    print(f"{engine.metric(TOKENS) - before:.0f} tokens unread; the ledger below the engine: {found}")
     assert not [one for one in found if one.is_long]
     await soon(pool.gateway.is_quiet, "nothing is held")
-
-
-def written(engine: Vllm) -> float:
-    """Tokens, for all calls until now."""
-    return engine.metric("vllm:generation_tokens_total")
