@@ -1,8 +1,11 @@
 """A form with files, `multipart/form-data` (RFC 7578), read in place: what its fields say, and where.
 
 By the parser of Starlette, which vLLM reads it with: a second opinion on where a part ends would be a second request.
+Releases of that parser have had different ones, and an engine may have another release: what they disagree about is
+refused.
 """
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +26,8 @@ FIELD_BYTES_MAX = 1024 * 1024
 """Of all fields together that are no files, as Starlette bounds each."""
 _TYPE = b"multipart/form-data"
 _DISPOSITION = b"content-disposition"
+_QUOTED = re.compile(rb'"(?:[^"\\]|\\.)*"')
+_PARAMETER = re.compile(rb";[ \t]*([^;=]*?)[ \t]*(?==|;|$)")
 
 
 @dataclass(slots=True)
@@ -107,6 +112,7 @@ def read_form(content_type: bytes, body: bytes) -> Form:
         raise Refused(Code.INVALID_VALUE, f"The body is not a form: {shorten(str(error))}.") from None
     if not reader.is_complete:
         raise Refused(Code.INVALID_VALUE, "The body is not a form: its closing boundary is missing.")
+    _check_edges(body, b"--" + boundary)
     return Form(body, boundary, reader.parts)
 
 
@@ -114,7 +120,7 @@ def _boundary(content_type: bytes) -> bytes:
     if len(content_type) > HEADER_BYTES_MAX:
         message = f"`content-type` has {len(content_type)} bytes; a form's may have {HEADER_BYTES_MAX}."
         raise Refused(Code.INVALID_VALUE, message, "content-type")
-    kind, options = parse_options_header(content_type)
+    kind, options = _options(content_type, "content-type")
     boundary = options.get(b"boundary")
     if kind != _TYPE or not boundary:
         message = "The body has to be `multipart/form-data` with a boundary."
@@ -123,6 +129,33 @@ def _boundary(content_type: bytes) -> bytes:
     if charset.lower() != b"utf-8":
         raise Refused(Code.INVALID_VALUE, "The charset of a form has to be utf-8.", "content-type")
     return boundary
+
+
+def _check_edges(body: bytes, edge: bytes) -> None:
+    """Raises Refused for a line that begins as an edge of a part and is none to every reader."""
+    at = body.index(edge)
+    while True:
+        at += len(edge)
+        after = body[at : at + 2]
+        if after == b"--":
+            return
+        at = body.find(b"\r\n" + edge, at)
+        if after != b"\r\n" or at < 0:
+            raise Refused(Code.INVALID_VALUE, "A line of the form begins with its boundary and goes on.")
+        at += len(b"\r\n")
+
+
+def _options(header: bytes, name: str) -> tuple[bytes, dict[bytes, bytes]]:
+    """The value of a header and its parameters.  Raises Refused where these may be read in two ways."""
+    bare = _QUOTED.sub(b"", header)
+    names = [parameter.lower() for parameter in _PARAMETER.findall(bare)]
+    extended = [
+        parameter for parameter in names if b"*" in parameter and not parameter.startswith(b"filename*")
+    ]
+    if b'"' in bare or extended or len(set(names)) < len(names):
+        message = f"`{name}` of a form has parameters that may be read in two ways."
+        raise Refused(Code.INVALID_VALUE, message, name)
+    return parse_options_header(header)
 
 
 class _Reader:
@@ -168,7 +201,7 @@ class _Reader:
         self._name, self._value = b"", b""
 
     def _on_headers_finished(self) -> None:
-        _, options = parse_options_header(self._disposition or b"")
+        _, options = _options(self._disposition or b"", "content-disposition")
         name = options.get(b"name")
         if name is None:
             raise Refused(Code.INVALID_VALUE, "A part of the form has no name.")
