@@ -675,6 +675,7 @@ def _plan(settings: Settings, fleet: FleetSettings) -> FleetPlan:
         exact_above=fleet.exact_above,
         speculative_tokens=fleet.speculative_tokens,
         encoder_tokens=fleet.encoder_tokens,
+        engine_tools=fleet.engine_tools,
         media=_media_rule(fleet.media),
         share_prompt_of_n=fleet.share_prompt_of_n,
         safe_fraction=fleet.safe_fraction,

@@ -116,6 +116,15 @@ class Call:
     """For which it had its blocks, on all the replicas that it was sent to."""
     writing_since: float | None = None
     """Set while a write to the client has not returned."""
+    heard: bool = False
+    """Its client was given the first bytes of an engine's answer, which name a response, or more."""
+    answered: bool = False
+    """Its client was given all of its answer."""
+    abandoned: bool = False
+    """Its client has left, or was given all, and the engine goes on."""
+    on_heard: Callable[[], None] | None = None
+    on_abandoned: Callable[[], None] | None = None
+    """Called whenever a client leaves that the engine goes on without; also one that only stopped to read."""
     usage: Usage | None = None
     blocks_used: int | None = None
     """At its end, unshared, by its engine's `usage`; None where that does not tell."""
@@ -144,10 +153,10 @@ class Call:
 
     @property
     def outlives_client(self) -> bool:
-        """Its answer is there, and the engine goes on: its place is held whoever is still there."""
+        """Its client can come back to what the engine goes on with: its place is held whoever is still there."""
         request = self.request
         goes_on = isinstance(request, GenerationRequest) and request.background
-        return goes_on and 200 <= self.status < 300 and self.writing_since is None
+        return goes_on and 200 <= self.status < 300 and self.heard
 
     def advance(self, event: Event) -> Step:
         """Take the step that the table has for the event."""
@@ -157,15 +166,28 @@ class Call:
         self.phase = step.phase
         return step
 
+    def hear(self) -> None:
+        """Bytes of an engine's answer were given to its client."""
+        if not self.heard:
+            self.heard = True
+            if self.on_heard:
+                self.on_heard()
+
     def interrupt(self, event: Event) -> None:
         """End the call from outside where the table lets the event end calls; the first one counts."""
         if self.interrupted or self.phase is Phase.SETTLED:
             return
-        if event is Event.LEFT and self.outlives_client:
+        if event is Event.LEFT and (self.answered or self.outlives_client):
+            self._abandon()  # the end of an answer looks as a client does that leaves
             return
         if lifecycle.step(self.phase, event).phase is Phase.SETTLED:
             self.interrupted = event
             self.task.cancel()
+
+    def _abandon(self) -> None:
+        self.abandoned = True
+        if self.on_abandoned:
+            self.on_abandoned()
 
     @property
     def standing(self) -> int:

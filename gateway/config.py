@@ -310,6 +310,8 @@ class Fleet(_Strict, frozen=True, kw_only=True):
     speculative_tokens: Annotated[int, Meta(ge=0, le=1_024)] = 0
     encoder_tokens: Annotated[int, Meta(ge=0, le=65_536)] = 0
     """What an encoder-decoder model keeps for a sequence beside its context; Whisper: 1,500."""
+    engine_tools: bool = False
+    """The engines have vLLM's `--tool-server`."""
     token_factor: Annotated[float, Meta(ge=0.5, le=4)] | None = None
     """None = 1.0, and what is learned from the engines' reports."""
     tokenizer: Tokenizer | str | None = None

@@ -8,6 +8,7 @@ why, and `core/lifecycle.py` what that means.
 """
 
 import asyncio
+import math
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from msgspec.structs import replace
 
 from gateway import all_fleets
 from gateway.all_fleets import Joint
-from gateway.background import Background, Place
+from gateway.background import Background, Crowded, Place
 from gateway.call import Call, Client, Relay
 from gateway.core import responses
 from gateway.core.blocks import inputs_blocks, used_blocks
@@ -33,6 +34,8 @@ from gateway.core.prefill import PrefillTimes, wait_for_first_token_ms
 from gateway.core.prompt import PromptTokens
 from gateway.core.quota import Units, charges, never_fits
 from gateway.core.request import forward
+from gateway.core.responses import Progress
+from gateway.core.rests import busy_seconds
 from gateway.core.route import FleetShape, Outlook, candidate_lanes, hopeless, outlooks, route
 from gateway.estimates import estimate, learn
 from gateway.ledger.api import Grant, Ledger, Reservation
@@ -40,7 +43,7 @@ from gateway.metering import Meter
 from gateway.steps import Begun
 from gateway.tokens.api import Counted, Counter
 from gateway.turns import Turns
-from gateway.upstream.api import Collected, Trouble, Upstream, UpstreamFailed, UpstreamRequest
+from gateway.upstream.api import Trouble, Upstream, UpstreamFailed, UpstreamRequest
 
 COUNTED_AT_ONCE_BYTES_MAX = 1024
 """Below this, judging a call by its bytes costs as much as counting its tokens."""
@@ -93,8 +96,8 @@ class Flow:
                 raise
             call.task.uncancel()
             ending = call.advance(call.interrupted)
-        if ending is None or call.outlives_client:
-            return  # its answer is complete
+        if ending is None or call.answered:
+            return
         await _tell(call, client, ending)
 
     async def _serve(self, call: Call, client: Client) -> Refusal | Step | None:
@@ -136,7 +139,7 @@ class Flow:
                     answer = await _elsewhere(reservation, answer.replica)
                     continue
                 failure = await self._stream(call, demand, answer, reservation, client)
-                if failure is None or failure.action is not Action.MOVE:
+                if not _moves(failure):
                     return failure
                 answer = await reservation.moved(answer.replica)
             return self._explained(call, demand, answer)
@@ -242,19 +245,18 @@ class Flow:
         asked, engines = call.request, call.fleet.engines
         if engines.any_up((), asked.replica) is None:
             return NOBODY_ANSWERS
-        access, found = engines.access(asked.replica), Collected(responses.EVENT_BYTES_MAX)
-        request = UpstreamRequest(
-            engines.url(asked.replica),
-            f"/v1/responses/{asked.response_id}",
-            [*call.headers, *access.headers],
-            b"",
-            method="GET",
-            tls=access.tls,
-        )
+        access = engines.access(asked.replica)
+        headers = [*call.headers, *access.headers]
+        place = Place(engines.url(asked.replica), asked.response_id, headers, access.tls)
         try:
-            await self._upstream.exchange(request, found)
+            found = await self._background.ask(place.request("GET"))
+        except Crowded:
+            words = "too many long conversations are being looked up at once"
+            return Refusal(Code.CAPACITY_EXCEEDED, words, retry_ms=1000)
         except UpstreamFailed as failed:
             return refusal_of(Code.UPSTREAM_TIMEOUT if failed.timed_out else Code.UPSTREAM_ERROR)
+        if found.status == 503:
+            return _no_room(None)
         if found.status >= 500:
             return refusal_of(Code.UPSTREAM_ERROR)
         usage = responses.inspect_response(found.content).usage
@@ -302,12 +304,12 @@ class Flow:
                 if replica is None:
                     return NOBODY_ANSWERS
                 failure = await self._ask(call, replica, client)
-                if failure is None or failure.action is not Action.MOVE:
+                if not _moves(failure):
                     return failure
         finally:
             call.relay = None  # the two would stay until the collector comes round
 
-    async def _ask(self, call: Call, replica: str, client: Client) -> Step | None:
+    async def _ask(self, call: Call, replica: str, client: Client) -> Refusal | Step | None:
         """One attempt.  None when the answer is complete."""
         call.advance(Event.GRANTED)
         call.grant = Grant(replica, queue_ms=0, queued=False)
@@ -336,7 +338,7 @@ class Flow:
 
     async def _stream(
         self, call: Call, demand: Demand, grant: Grant, reservation: Reservation, client: Client
-    ) -> Step | None:
+    ) -> Refusal | Step | None:
         """One attempt: the call to its replica, the answer to the client.  None when that is complete."""
         call.advance(Event.GRANTED)
         call.grant = grant
@@ -354,10 +356,11 @@ class Flow:
         headers = pinned(own, engines.rank(replica))
         request = UpstreamRequest(engines.url(replica), asked.path, headers, body, tls=access.tls)
         prefill_over = self._end_prefill_later(call, demand, grant, reservation) if demand.prefill else None
+        seen = None
         try:
             if asked.background:
                 place = Place(request.url, response_id, [*call.headers, *access.headers], access.tls)
-                await self._exchange_and_follow(call, request, relay, place)
+                seen = await self._exchange_and_follow(call, request, relay, place)
             else:
                 await self._exchange(request, relay)
         except UpstreamFailed as failed:
@@ -369,6 +372,10 @@ class Flow:
             call.held_seconds += time.monotonic() - call.sent_at
             if prefill_over:
                 prefill_over.cancel()
+        if seen is not None:
+            call.usage = seen.counted or call.usage
+            if seen.failure is not None and not call.answered:
+                return call.advance(Event.STOPPED)
         call.advance(Event.ENDED)
         if call.status < 400:
             engines.report_success(replica)
@@ -378,15 +385,18 @@ class Flow:
 
     async def _exchange_and_follow(
         self, call: Call, request: UpstreamRequest, relay: Relay, place: Place
-    ) -> None:
+    ) -> Progress | None:
         """As `_exchange`, and until the engine has done what it goes on with; it is left with nothing to do.
 
-        Raises UpstreamFailed, after which another engine may be asked where nothing is left on this one.
+        What was seen of a response that went on without its answer.  Raises UpstreamFailed, after which another engine
+        may be asked where nothing is left on this one.
         """
+        exchange = self._exchange(request, relay)
         try:
-            await self._exchange(request, relay)
-            if call.outlives_client:
-                call.usage = await self._background.follow(place) or call.usage
+            if call.request.stream:
+                return await self._background.attend(place, exchange, call)
+            await exchange
+            return await self._background.follow(place) if call.outlives_client else None
         except asyncio.CancelledError:
             await self._background.end(place)
             raise
@@ -507,7 +517,7 @@ async def _elsewhere(reservation: Reservation, replica: str) -> Grant | Refusal:
         raise _UnknownReplica from None
 
 
-def _failed(call: Call, demand: Demand, grant: Grant, failed: UpstreamFailed) -> Step:
+def _failed(call: Call, demand: Demand, grant: Grant, failed: UpstreamFailed) -> Refusal | Step:
     """Another replica, once, while nothing was forwarded; else the end."""
     call.tried.append(grant.replica)
     engines = call.fleet.engines
@@ -517,11 +527,24 @@ def _failed(call: Call, demand: Demand, grant: Grant, failed: UpstreamFailed) ->
     return _moved_or_failed(call, failed, others and not failed.final)
 
 
-def _moved_or_failed(call: Call, failed: UpstreamFailed, others: bool) -> Step:
+def _moved_or_failed(call: Call, failed: UpstreamFailed, others: bool) -> Refusal | Step:
     """`others` may be asked."""
     if others and call.status == 0 and len(call.tried) < ATTEMPTS_MAX:
         return call.advance(Event.TIMED_OUT if failed.timed_out else Event.FAILED)
+    if failed.trouble is Trouble.BUSY and call.status == 0:
+        call.advance(Event.BUSY_FOR_GOOD)
+        return _no_room(failed.rest_seconds)
     return call.advance(Event.TIMED_OUT_FOR_GOOD if failed.timed_out else Event.FAILED_FOR_GOOD)
+
+
+def _moves(failure: Refusal | Step | None) -> bool:
+    return isinstance(failure, Step) and failure.action is Action.MOVE
+
+
+def _no_room(rest_seconds: float | None) -> Refusal:
+    """`rest_seconds`: for which the engine asks to be left alone, if it says."""
+    words = "the engine has no room for this call, and no other one may be asked"
+    return Refusal(Code.NO_BACKEND, words, retry_ms=math.ceil(busy_seconds(rest_seconds) * 1000))
 
 
 # -- settle ------------------------------------------------------------------------------------------------------
@@ -573,6 +596,7 @@ WORDS = {
     Code.DRAINING: "this gateway is shutting down",
     Code.LEASE_LOST: "the place of this request was given to another one while the store was out of reach",
     Code.CUT: "an operator has ended the calls of this key",
+    Code.RESPONSE_CANCELLED: "the response was cancelled, or took longer than upstream.background_seconds",
     Code.UPSTREAM_ERROR: "the engine failed or could not be reached",
     Code.UPSTREAM_TIMEOUT: "the engine did not answer in time",
 }

@@ -3,14 +3,23 @@
 Source: `SpeechToTextBaseServing` and the routes' protocols of vLLM 0.32.
 """
 
+import json
 import re
+from contextlib import suppress
 
 from gateway.core.body import Edit, Refused, shorten
 from gateway.core.form import Form, read_form
 from gateway.core.media import Sound
 from gateway.core.outcomes import Code, Refusal
 from gateway.core.prompt import PromptText, text_bytes
-from gateway.core.request import INTEGER_MAX, LIMIT_FIELDS, Endpoint, GenerationRequest
+from gateway.core.request import (
+    EXTRAS,
+    INTEGER_MAX,
+    LIMIT_FIELDS,
+    Endpoint,
+    GenerationRequest,
+    check_extras,
+)
 
 PROMPT_TOKENS = 32
 """What a template has around a clip: start, language, task, an instruction of a few words."""
@@ -26,8 +35,10 @@ _STREAMED_ALONG = "stream_continuous_usage_stats"
 
 _CHUNKS_MAX = 32
 """Of a RIFF file, that are looked at for its format."""
-_PLAIN_FORMATS = frozenset({1, 3, 6, 7, 0xFFFE})
-"""PCM, floats, A-law, mu-law, and the extensible form of these: as many bytes for every sample."""
+_PLAIN_FORMATS = frozenset({1, 3, 6, 7})
+"""PCM, floats, A-law, mu-law: as many bytes for every sample."""
+_EXTENSIBLE = 0xFFFE
+"""The format proper stands further back."""
 
 
 def parse_audio(
@@ -48,6 +59,7 @@ def _parse(endpoint: Endpoint, form: Form, body: bytes, n_max: int) -> Generatio
     output_limit = _integer(form, limit_field, INTEGER_MAX)
     stream, asked = _flag(form, "stream"), _flag(form, _STREAMED)
     limit_start, limit_end, *around = form.place(limit_field)
+    _check_extras(form)
     prompt = _prompt(form)
     return GenerationRequest(
         path=endpoint.path,
@@ -70,6 +82,12 @@ def _parse(endpoint: Endpoint, form: Form, body: bytes, n_max: int) -> Generatio
         prompt_field=FILE,
         sound=Sound(file.size, _wave_seconds(form.value(file), file.size)),
     )
+
+
+def _check_extras(form: Form) -> None:
+    """As an engine decodes them; what it cannot it refuses."""
+    with suppress(ValueError, RecursionError):
+        check_extras(json.loads(form.text(EXTRAS) or "null"))
 
 
 def _prompt(form: Form) -> PromptText:
@@ -137,6 +155,8 @@ def _seconds(format_: memoryview, size: int) -> int | None:
         int.from_bytes(format_[start:end], "little")
         for start, end in ((0, 2), (2, 4), (4, 8), (12, 14), (14, 16))
     )
+    if kind == _EXTENSIBLE:
+        kind = int.from_bytes(format_[24:26], "little")
     if kind not in _PLAIN_FORMATS or not rate or not block or block * 8 != channels * bits:
         return None
     return -(-size // (rate * block))

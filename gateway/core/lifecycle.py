@@ -33,11 +33,13 @@ class Event(StrEnum):
     TIMED_OUT = "the engine was too slow"
     FAILED_FOR_GOOD = "the engine failed, and no other may be tried"
     TIMED_OUT_FOR_GOOD = "the engine was too slow, and no other may be tried"
+    BUSY_FOR_GOOD = "the engine has no room for the call, and no other may be tried"
     FORWARDED = "the first byte went to the client"
     ENDED = "the answer is complete"
     LEASE_LOST = "the place was given to somebody else"
     GRACE_OVER = "the grace period of the shutdown is over"
     CUT = "an operator ended the key's calls"
+    STOPPED = "its response was ended from elsewhere"
 
 
 class Action(Enum):
@@ -105,6 +107,7 @@ TABLE: dict[tuple[Phase, Event], Step] = {
     (_P.CONNECTING, _E.TIMED_OUT): Step(_P.WAITING, Action.MOVE),
     (_P.CONNECTING, _E.FAILED_FOR_GOOD): _answer(Code.UPSTREAM_ERROR),
     (_P.CONNECTING, _E.TIMED_OUT_FOR_GOOD): _answer(Code.UPSTREAM_TIMEOUT),
+    (_P.CONNECTING, _E.BUSY_FOR_GOOD): _answer(Code.NO_BACKEND),
     (_P.CONNECTING, _E.FORWARDED): _go_on(_P.STREAMING),
     (_P.CONNECTING, _E.LEFT): _LEFT,
     (_P.CONNECTING, _E.DRAINED): _go_on(_P.CONNECTING),
@@ -119,6 +122,9 @@ TABLE: dict[tuple[Phase, Event], Step] = {
     (_P.STREAMING, _E.LEASE_LOST): _error_event(Code.LEASE_LOST),
     (_P.STREAMING, _E.GRACE_OVER): _error_event(Code.DRAINING),
     (_P.STREAMING, _E.CUT): _error_event(Code.CUT),
+    (_P.STREAMING, _E.STOPPED): Step(
+        Phase.SETTLED, Action.ERROR_EVENT, Code.RESPONSE_CANCELLED, Outcome.CANCELLED
+    ),
     **{(_P.SETTLED, event): Step(_P.SETTLED, Action.STOP) for event in Event},
 }
 

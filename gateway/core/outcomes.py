@@ -31,6 +31,7 @@ class Code(StrEnum):
     METHOD_NOT_ALLOWED = "method_not_allowed"
     DUPLICATE_IN_PROGRESS = "duplicate_in_progress"
     IDEMPOTENCY_KEY_REUSED = "idempotency_key_reused"
+    RESPONSE_CANCELLED = "response_cancelled"
     BODY_TIMEOUT = "body_timeout"
     BODY_TOO_LARGE = "body_too_large"
     UNSUPPORTED_ENCODING = "unsupported_encoding"
@@ -73,6 +74,7 @@ STATUS: dict[Code, tuple[int, str]] = {
     Code.METHOD_NOT_ALLOWED: (405, INVALID),
     Code.BODY_TIMEOUT: (408, INVALID),
     Code.DUPLICATE_IN_PROGRESS: (409, INVALID),
+    Code.RESPONSE_CANCELLED: (409, INVALID),
     Code.BODY_TOO_LARGE: (413, INVALID),
     Code.UNSUPPORTED_ENCODING: (415, INVALID),
     Code.IDEMPOTENCY_KEY_REUSED: (422, INVALID),

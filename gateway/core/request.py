@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -44,6 +44,21 @@ SEQUENCES_MAX = 1024
 """Sequences of one call: prompts x choices."""
 _TRANSFER_FIELDS = ("kv_transfer_params", "ec_transfer_params")
 """They make an engine keep blocks after its answer, for another engine: no reservation covers those."""
+EXTRAS = "vllm_xargs"
+"""An engine reads what it holds as it reads those fields, and only those are checked to be objects."""
+
+
+_CLIENTS_TOOLS = frozenset({"function", "custom"})
+"""Their calls are the answer; a client runs them.  Any other (`code_interpreter`, `web_search_preview`, `mcp`, ...) an
+engine with a tool server does.
+"""
+
+
+class _Tool(msgspec.Struct):
+    type: str | None = None
+
+
+_TOOLS = msgspec.json.Decoder(list[_Tool])
 
 
 class Dialect(StrEnum):
@@ -155,7 +170,9 @@ class GenerationRequest(Request, frozen=True, kw_only=True):
     id_edit: Edit | None
     """Writes the id of a response that the engine may store, without its text."""
     background: bool = False
-    """The engine answers at once and goes on by itself."""
+    """The engine goes on by itself, whoever is still there."""
+    engine_tools: bool = False
+    """It has tools that an engine may run itself, if it can, and go on with what they gave."""
     min_tokens: int
     truncate_prompt_tokens: int | None
     """The engine cuts longer prompts to this; -1: to what its context leaves beside the output limit."""
@@ -421,8 +438,8 @@ def _parse_response(body: bytes) -> GenerationRequest:
         read_boolean(members, "stream"),
         _id_edit(members, body),
     )
-    if background:
-        _check_background(stream, id_edit)
+    if background and id_edit is None:  # until it is over it has to be asked about, by a name
+        raise Refused(Code.INVALID_VALUE, "`background` needs a response that is stored.", "background")
     return GenerationRequest(
         path=endpoint.path,
         dialect=endpoint.dialect,
@@ -435,6 +452,7 @@ def _parse_response(body: bytes) -> GenerationRequest:
         limit_spans=((limit.start, limit.end),) if limit else (),
         id_edit=id_edit,
         background=background,
+        engine_tools=_has_engine_tools(members),
         min_tokens=0,
         truncate_prompt_tokens=-1 if read_value(members, "truncation") == "auto" else None,
         sequences_per_prompt=1,
@@ -445,13 +463,15 @@ def _parse_response(body: bytes) -> GenerationRequest:
     )
 
 
-def _check_background(stream: bool, id_edit: Edit | None) -> None:
-    """Its blocks are in use until the engine says that it is over: it has to be asked by a name."""
-    if stream:
-        message = "`background` with `stream` is not accepted: ask for the response by its id."
-        raise Refused(Code.INVALID_VALUE, message, "background")
-    if id_edit is None:
-        raise Refused(Code.INVALID_VALUE, "`background` needs a response that is stored.", "background")
+def _has_engine_tools(members: Members) -> bool:
+    """Of a list that `read_response` reads; what is no tool is for the engine to judge."""
+    if not is_given(members, "tools"):
+        return False
+    try:
+        tools = decode(members["tools"].view, "tools", _TOOLS)
+    except msgspec.ValidationError:
+        return True
+    return any(tool.type not in _CLIENTS_TOOLS for tool in tools)
 
 
 def _id_edit(members: Members, body: bytes) -> Edit | None:
@@ -556,5 +576,18 @@ def _check_the_rest(members: Members, endpoint: Endpoint) -> None:
 def _check_transfers(members: Members) -> None:
     for name in _TRANSFER_FIELDS:
         if is_given(members, name):
-            message = f"`{name}` is not accepted: it makes an engine keep blocks after its answer."
-            raise Refused(Code.INVALID_VALUE, message, name)
+            raise _transfer(name, name)
+    if is_given(members, EXTRAS):
+        check_extras(read_value(members, EXTRAS))
+
+
+def check_extras(extras: Any) -> None:
+    """Raises Refused where an engine would find more in them than words for its extensions."""
+    for name in _TRANSFER_FIELDS:
+        if isinstance(extras, dict) and name in extras:
+            raise _transfer(f"{EXTRAS}.{name}", EXTRAS)
+
+
+def _transfer(name: str, param: str) -> Refused:
+    message = f"`{name}` is not accepted: it makes an engine keep blocks after its answer."
+    return Refused(Code.INVALID_VALUE, message, param)

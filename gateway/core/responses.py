@@ -36,6 +36,7 @@ _ID = re.compile(rf"resp_([0-9a-f]{{{RANDOM_CHARS}}})([0-9a-f]{{{TAG_CHARS}}})([
 _NOTHING_YET = frozenset({None, "response.created", "response.in_progress", "response.queued"})
 _ENDS = frozenset({"response.completed", "response.incomplete"})
 _GOES_ON = frozenset({"queued", "in_progress"})
+CANCELLED = "cancelled"
 _FAILURES = frozenset({"response.failed", "error"})
 
 
@@ -105,7 +106,7 @@ class Progress(msgspec.Struct):
         """vLLM writes `cancelled` where a call was aborted, and `completed` where it was never begun."""
         if self.error is not None or self.status == "failed":
             return Failure.ERROR
-        return Failure.ABORTED if self.status == "cancelled" else None
+        return Failure.ABORTED if self.status == CANCELLED else None
 
     @property
     def counted(self) -> Usage | None:

@@ -62,6 +62,7 @@ class LaneShape:
     """Of the largest replica that the lane may use."""
     context_max: int | None
     """The context of its engines; None where they differ: what the largest leaves, the smallest has no room for."""
+    context_longest: int
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,8 @@ class FleetShape:
     """Kept for each sequence beside its context."""
     media: MediaRule = USUAL
     """What images, sounds and videos count, and whence they may come."""
+    engine_tools: bool = False
+    """Its engines run tools themselves, and go on with what those gave."""
     complete: bool = True
     """Every configured replica has told its capacity."""
 
@@ -135,6 +138,7 @@ class FleetShape:
             usable_max=max(p.usable_max for p in pools),
             sequences_max=max(p.sequences_max for p in pools),
             context_max=None if longest > shortest else longest,
+            context_longest=longest,
         )
 
 
@@ -366,7 +370,18 @@ def _measure(
     blocks = demand_blocks(
         prompts, request.sequences_per_prompt, fitting, lane.blocks, fleet.share_prompt_of_n
     )
+    if fleet.engine_tools and request.engine_tools:
+        blocks = max(blocks, _whole_context(lane, longest))
     return _Place(lane, prompts, fitting, fitting < output_tokens, blocks, request.sequences)
+
+
+def _whole_context(lane: LaneShape, prompt_tokens: int) -> int:
+    """Blocks of a call that may come to its context's end in several turns, each with all before it as its prompt; no
+    more than there are, so that it is refused for its size only where one turn is.
+    """
+    shape = replace(lane.blocks, max_model_len=lane.context_longest)
+    longest = demand_blocks([prompt_tokens], 1, lane.context_longest, shape, share_prompt_of_n=False)
+    return min(longest, lane.pool.usable_max)
 
 
 def _measure_inputs(lane: LaneShape, prompts: tuple[int, ...]) -> _Place:

@@ -228,8 +228,8 @@ class _Visit:
     """When it arrived, then when its last byte was read."""
     share: BodyShare
     route: Route
-    passage: str = ""
-    """The key that a place among the calls that reserve nothing was taken for."""
+    leave: Callable[[], None] | None = None
+    """Gives back the place that was taken among the calls that reserve nothing."""
     model: str = ""
     key: Key | None = None
     reported: bool = False
@@ -258,6 +258,8 @@ class Proxy:
         self._settings = settings
         self._bodies = BodyBudget(settings.bodies_bytes_max)
         self._passages = Passages(settings.unreserved_max)
+        self._streams = Passages(settings.unreserved_max)
+        """Of events that an engine keeps: they may take hours, and others get through beside them."""
         self._retries = RetryBudgets(settings.retry_share)
         self._appointments = Appointments()
         self._calls = calls
@@ -275,7 +277,7 @@ class Proxy:
         self._known_terms.clear()
         self._bodies.bytes_max = settings.bodies_bytes_max
         self._retries.share = settings.retry_share
-        self._passages.most = settings.unreserved_max
+        self._passages.most = self._streams.most = settings.unreserved_max
 
     def route(self, scope: Scope) -> Route | None:
         """None for a path that leads to no engine."""
@@ -310,8 +312,8 @@ class Proxy:
             await self._refuse_early(visit, Refusal(Code.INTERNAL_ERROR, ""), close=True)
         finally:
             visit.share.give_back()
-            if visit.passage:
-                self._passages.give_back(visit.passage)
+            if visit.leave:
+                visit.leave()
             if not visit.reported:
                 self._report_early(visit, None, Outcome.CANCELLED, Code.CLIENT_DISCONNECT, 499)
 
@@ -401,10 +403,11 @@ class Proxy:
         if isinstance(terms, Refusal):
             return terms
         if not request.holds_blocks:
-            refusal = self._passages.take(visit.key.name)
+            passages = self._streams if request.stream else self._passages
+            refusal = passages.take(visit.key.name)
             if refusal:
                 return refusal
-            visit.passage = visit.key.name
+            visit.leave = partial(passages.give_back, visit.key.name)
         identity = Identity(visit.key.name, visit.route.name, body)
         call = Call(
             visit.request_id, request, passed, fleet, terms, visit.began, task, identity, visit.arrived

@@ -38,6 +38,7 @@ _ERROR_MEMBER = re.compile(rb'"error"\s*:')
 """Old engines write `{"object": "error", ...}`, which an OpenAI SDK takes for a part of the answer."""
 
 
+_TOLD = frozenset({Failure.ERROR, Failure.BUSY, Failure.ABORTED, Failure.EMPTY})
 _TROUBLES = {
     Failure.ABORTED: Trouble.ENDING,
     Failure.EMPTY: Trouble.ENDING,
@@ -281,12 +282,15 @@ class AnswerRelay:
 
     async def finish(self) -> None:
         if self._stream is None:
-            return await self._finish_whole()
-        rest = self._stream.finish()
-        if self._stream.failure:
-            raise _failed(self._stream.failure)
-        await self._forward(rest)
-        await self._write({"type": "http.response.body", "body": b""})
+            await self._finish_whole()
+        else:
+            rest = self._stream.finish()
+            if self._stream.failure:
+                raise _failed(self._stream.failure)
+            await self._forward(rest)
+            await self._write({"type": "http.response.body", "body": b""})
+        self._call.hear()
+        self._call.answered = True
 
     async def _hold(self, data: bytes) -> None:
         if self._call.status or self._at_once:
@@ -326,6 +330,7 @@ class AnswerRelay:
             self._held.clear()
         if data:
             await self._write({"type": "http.response.body", "body": data, "more_body": True})
+            self._call.hear()
 
     async def _finish_late(self, body: bytes) -> None:
         """The client was told 200 for a stream, and the engine has another answer: an error is told by an event."""
@@ -396,4 +401,5 @@ class AnswerRelay:
 
 
 def _failed(failure: Failure) -> UpstreamFailed:
-    return UpstreamFailed(failure, trouble=_TROUBLES.get(failure, Trouble.BROKEN))
+    trouble = _TROUBLES.get(failure, Trouble.BROKEN)
+    return UpstreamFailed(failure, trouble=trouble, told=failure in _TOLD)

@@ -11,6 +11,8 @@ from gateway.core.request import UNRESERVED, Dialect, Endpoint, Request, parse, 
 from gateway.http.body import Scope
 
 READS_ONLY = ("GET", "HEAD", "OPTIONS")
+_YES = frozenset({"1", "on", "t", "true", "y", "yes"})
+"""As vLLM reads the words of a query."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,7 @@ class Route:
             body=body,
             model=None,
             method=scope["method"],
+            stream=any(value.lower() in _YES for value in parse_qs(query).get("stream", ())),
             response_id=path.split("/")[3],
         )
 

@@ -18,6 +18,7 @@ from gateway.mock.journal import Journal, Record, State
 from gateway.mock.options import Options
 from gateway.mock.orca import load_header
 from gateway.mock.progress import NO_EXTRAS, Extras, Progress
+from gateway.mock.recall import Told, number_behind
 from gateway.mock.stream import Busy, EngineDead, Plan, Stream
 from gateway.mock.telling import Job, KeepAlive, Shape, Teller
 
@@ -97,6 +98,8 @@ class Generation:
         self._now = now
         self._running: dict[str, set[Stream]] = {}
         self._background: dict[str, asyncio.Task[None]] = {}
+        self._told: dict[str, Told] = {}
+        """Of streamed responses in the background; the last ones come last."""
         self.open = 0
         """Calls that were received and have not ended."""
 
@@ -150,7 +153,7 @@ class Generation:
         if self._driver.draining and api is not Api.TEXT:
             return await self._turn_away(exchange, call)
         job = Job(exchange, record, call, fault, rank)
-        goes_on = api is Api.RESPONSES and call.body.get("background") and not call.stream
+        goes_on = api is Api.RESPONSES and call.body.get("background")
         return await (self._begin(job) if goes_on else self._run(job))
 
     def cancel(self, response_id: str) -> bool:
@@ -162,8 +165,16 @@ class Generation:
         task.cancel()
         return True
 
+    async def tell_again(self, exchange: Exchange, response_id: str) -> None:
+        """The events of a response in the background.  Of any other vLLM breaks off an answer that has begun."""
+        told = self._told.get(response_id)
+        if told is None:
+            await exchange.start_stream()
+            return exchange.cut()
+        await exchange.unless_left(told.tell(exchange, number_behind(exchange)))
+
     async def _begin(self, job: Job) -> State:
-        """A response that goes on after its answer."""
+        """A response that goes on after its answer, or whoever leaves it."""
         call = job.call
         try:
             stream = self._driver.submit(self._plan(call, job.record), job.rank)
@@ -171,11 +182,38 @@ class Generation:
             return await self._no_room(job, error, late=False)
         document = responses.queued(call, self._now())
         self._store(call, document)
-        task = asyncio.create_task(self._go_on(job, stream))
+        told = Told() if call.stream else None
+        task = asyncio.create_task(
+            self._go_on(job, stream) if told is None else self._note_down(job, stream, told)
+        )
         self._background[call.id] = task
         task.add_done_callback(lambda _: self._background.pop(call.id))
-        await job.exchange.json(200, document)
+        if told is None:
+            await job.exchange.json(200, document)
+        else:
+            self._told[call.id] = told
+            while len(self._told) > STORED_MAX:
+                del self._told[next(iter(self._told))]
+            await told.tell(job.exchange)
         return State.FINISHED
+
+    async def _note_down(self, job: Job, stream: Stream, told: Told) -> None:
+        """Where the engine dies nothing more is told, and the response stays as it was, as in vLLM."""
+        shape = responses.ResponsesStream(job.call, self._now())
+        job.record.counts = shape.progress.counts
+        told.add(shape.begin())
+        try:
+            while not shape.progress.finished and (token := await stream.next()) is not None:
+                told.add(shape.tokens([token, *stream.take()]))
+            told.add(shape.abort())
+            extras = self._extras(shape.progress, stream)
+            self._store(job.call, shape.whole(extras))
+            told.add(shape.close(extras), over=True)
+        except EngineDead:
+            pass
+        finally:
+            self._driver.withdraw(stream)
+            self._note(job.record, stream)
 
     async def _go_on(self, job: Job, stream: Stream) -> None:
         progress = Progress(job.call)

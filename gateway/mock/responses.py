@@ -123,6 +123,10 @@ class ResponsesStream:
         events = self._ending() if self.progress.started else []
         return [*events, self._event("response.completed", response=self._document.ended(extras))]
 
+    def whole(self, extras: Extras) -> Json:
+        """What the last event tells."""
+        return self._document.ended(extras)
+
     def error(self, body: Json) -> list[bytes]:
         error = body["error"]
         return [self._event("error", code=str(error["code"]), message=error["message"], param=error["param"])]

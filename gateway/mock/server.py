@@ -29,6 +29,7 @@ from gateway.mock.faults import Faults, parse_fault
 from gateway.mock.generation import Generation, parsers
 from gateway.mock.journal import Journal
 from gateway.mock.options import Options
+from gateway.mock.recall import wants_events
 
 Handler = Callable[[Exchange], Awaitable[None]]
 Routes = dict[str, dict[str, Handler]]
@@ -241,6 +242,8 @@ class MockServer:
             raise responses.not_found(wanted)
         if exchange.method == "POST" and not self._generation.cancel(wanted):
             raise responses.not_cancelled()
+        if exchange.method == "GET" and wants_events(exchange):
+            return await self._generation.tell_again(exchange, wanted)
         await exchange.json(200, found.document)
 
     async def _scale_out(self, exchange: Exchange) -> None:

@@ -66,6 +66,7 @@ class UpstreamFailed(Exception):
         connecting: bool = False,
         trouble: Trouble = Trouble.BROKEN,
         rest_seconds: float | None = None,
+        told: bool = False,
     ) -> None:
         """`trouble` is told where it is neither of the other two."""
         super().__init__(detail)
@@ -78,6 +79,8 @@ class UpstreamFailed(Exception):
         self.final = False
         """The engine may go on with the call: no other one may be asked."""
         self.trouble = Trouble.UNREACHABLE if connecting else Trouble.SLOW if timed_out else trouble
+        self.told = told
+        """The engine itself has said so: it does nothing more for the call."""
         self.rest_seconds = rest_seconds
         """For which a busy engine asks to be left alone; None where it does not say."""
 
@@ -122,6 +125,10 @@ class Collected(Receiver):
     @property
     def content(self) -> bytes:
         return bytes(self._content)
+
+    @property
+    def size(self) -> int:
+        return len(self._content)
 
     @property
     def started(self) -> bool:

@@ -48,6 +48,7 @@ class FleetPlan:
     heartbeat_ms: int
     media: MediaRule = USUAL
     encoder_tokens: int = 0
+    engine_tools: bool = False
     modes: Mapping[str, Mode] = field(default_factory=dict)
     """By pool; one that is not there is guaranteed."""
 
@@ -187,6 +188,7 @@ class WatchedEngines:
             speculative_tokens=plan.speculative_tokens,
             media=plan.media,
             encoder_tokens=plan.encoder_tokens,
+            engine_tools=plan.engine_tools,
             share_prompt_of_n=plan.share_prompt_of_n and not self._unshared,
             pools=tuple(_pool_shape(name, most, known[name]) for name, most in plan.pools if name in known),
             lanes=plan.lanes,

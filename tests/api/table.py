@@ -5,6 +5,7 @@ A field that counts or is changed has a `Field`, any other one is named in `plai
 `tests/fixtures/vllm/request_fields.json` says which there are.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from gateway.core.outcomes import Code
@@ -139,6 +140,12 @@ TRANSFERS = tuple(
     )
     for name in ("kv_transfer_params", "ec_transfer_params")
 )
+EXTRAS = Field(
+    "vllm_xargs",
+    {"kv_transfer_params": "any"},
+    refused=Code.INVALID_VALUE,
+    words="an engine would read it as the field of that name",
+)
 USAGE = {"stream_options": {"include_usage": True}}
 STREAMED = (
     Field("stream", True, words="`stream_options` is written beside it, so that usage is told", writes=USAGE),
@@ -249,6 +256,7 @@ CHAT = Form(
         *SHOWN,
         Field("logprobs", True),
         *TRANSFERS,
+        EXTRAS,
     ),
     names(
         SAMPLING
@@ -340,6 +348,7 @@ COMPLETIONS = Form(
         Field("logprobs", 2),
         Field("response_format", SCHEMA, words="no template shows it"),
         *TRANSFERS,
+        EXTRAS,
     ),
     names(SAMPLING + " suffix"),
 )
@@ -372,6 +381,7 @@ MESSAGES = Form(
         Field("n", 3, words="vLLM does not read it here"),
         Field("priority", 5, words="vLLM does not read it here"),
         *TRANSFERS,
+        EXTRAS,
     ),
     names("""cache_salt metadata mm_payload return_mm_kwargs stop_sequences temperature thinking tool_choice top_k top_p
         vllm_xargs watermarking an_unknown_field"""),
@@ -413,14 +423,25 @@ RESPONSES = Form(
             writes={"request_id": Written.ID},
         ),
         Field(
-            "background", True, refused=Code.INVALID_VALUE, words="its blocks would be used after the answer"
+            "background",
+            True,
+            words="with `stream` as well: its blocks are held until its engine says that it is over",
+            beside={"store": True},
+            writes={"request_id": Written.ID},
+        ),
+        Field(
+            "background",
+            True,
+            refused=Code.INVALID_VALUE,
+            words="of a response that is not stored nobody could ask whether it is over",
+            beside={"store": False},
         ),
         Field("background", False),
         Field(
             "tools",
             [{"type": "function", "name": "weather", "parameters": WEATHER}],
             (Counts.PROMPT,),
-            TOOLS.words,
+            f"{TOOLS.words}; with `engine_tools` of the fleet the whole context where an engine may run one itself",
         ),
         Field(
             "text",
@@ -435,6 +456,7 @@ RESPONSES = Form(
         Field("seed", 7),
         Field("top_logprobs", 2),
         *TRANSFERS,
+        EXTRAS,
     ),
     names("""cache_salt enable_response_messages frequency_penalty ignore_eos include include_reasoning
         include_stop_str_in_output logit_bias max_tool_calls media_io_kwargs metadata min_p mm_payload
@@ -591,6 +613,7 @@ SPEECH = Form(
             beside={"stream": "true"},
             writes={"stream_include_usage": "true", "stream_continuous_usage_stats": "false"},
         ),
+        replace(EXTRAS, value='{"kv_transfer_params": "any"}'),
     ),
     names("""frequency_penalty include_stop_str_in_output language length_penalty min_p presence_penalty
         repetition_penalty response_format seed temperature timestamp_granularities[] to_language top_k top_p vllm_xargs
@@ -661,7 +684,8 @@ ROUTES = (
         "GET",
         "/v1/responses/{response_id}",
         Way.UNRESERVED,
-        "at the replica that has it, for the key that asked for it",
+        "at the replica that has it, for the key that asked for it; `stream=true` with `starting_after` too, where the "
+        "engine has its events",
     ),
     Route("POST", "/v1/responses/{response_id}/cancel", Way.UNRESERVED, "the same"),
     *(

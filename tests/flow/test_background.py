@@ -268,7 +268,7 @@ async def test_what_the_engine_refuses_is_not_asked_about(store_url: str) -> Non
         await world.quiet()
 
 
-@pytest.mark.parametrize("fields", [{"stream": True}, {"store": False}, {"background": "yes"}])
+@pytest.mark.parametrize("fields", [{"store": False}, {"background": "yes"}])
 async def test_what_could_not_be_followed_is_refused(store_url: str, fields: dict[str, Any]) -> None:
     async with following(store_url) as (world, engine):
         visitor, task = begun(world, **fields)

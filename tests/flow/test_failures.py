@@ -14,13 +14,14 @@ import httpx
 import openai
 import pytest
 
+from gateway.core.outcomes import STATUS as KINDS
 from gateway.core.outcomes import Code, Outcome
 from gateway.mock.engine import EngineConfig
 from gateway.mock.journal import State
 from gateway.tokens.api import Counted
 from gateway.upstream.api import Trouble
 from gateway.upstream.limits import UpstreamLimits
-from tests.flow.driver import Visitor
+from tests.flow.driver import CHAT, Visitor
 from tests.flow.engines import (
     DONE,
     LAST_CHUNK,
@@ -106,9 +107,7 @@ BEFORE_THE_FIRST_BYTE = {
     "closed before headers": Fault(plays(), Code.UPSTREAM_ERROR),
     "reset before headers": Fault(plays(reset=True), Code.UPSTREAM_ERROR),
     "500": Fault(plays(whole(500, b'{"error":{"message":"boom"}}')), Code.UPSTREAM_ERROR),
-    "503": Fault(
-        plays(whole(503, b'{"error":{"message":"busy"}}')), Code.UPSTREAM_ERROR, trouble=Trouble.BUSY
-    ),
+    "503": Fault(plays(whole(503, b'{"error":{"message":"busy"}}')), Code.NO_BACKEND, trouble=Trouble.BUSY),
     "headers late": Fault(plays(stay=True), Code.UPSTREAM_TIMEOUT, slow="headers_seconds"),
     "not HTTP": Fault(plays(b"\x00\x01 nonsense\r\n\r\n"), Code.UPSTREAM_ERROR),
     "redirect": Fault(plays(whole(302, b"", extra="location: /\r\n")), Code.UPSTREAM_ERROR),
@@ -126,7 +125,7 @@ BEFORE_THE_FIRST_BYTE = {
     "error first": Fault(streams(ENGINE_ERROR, DONE, b""), Code.UPSTREAM_ERROR, streams_only=True),
     "busy first": Fault(
         streams(ENGINE_ERROR.replace(b"500", b"503"), DONE, b""),
-        Code.UPSTREAM_ERROR,
+        Code.NO_BACKEND,
         streams_only=True,
         trouble=Trouble.BUSY,
     ),
@@ -203,7 +202,7 @@ def expect_answer(visitor: Visitor, status: int, code: Code) -> None:
     """A whole answer in OpenAI's envelope."""
     assert (visitor.status, visitor.complete) == (status, True)
     error = visitor.json["error"]
-    assert (error["code"], error["type"]) == (code, "api_error")
+    assert (error["code"], error["type"]) == (code, KINDS[code][1])
     assert set(error) == {"message", "type", "param", "code"}
     assert visitor.header("x-kvgate-reason") == code
 
@@ -218,7 +217,7 @@ def expect_broken_stream(visitor: Visitor, before: bytes, code: Code) -> None:
     assert last[1:] == [b"data: [DONE]", b""]
 
 
-STATUS = {Code.UPSTREAM_ERROR: 502, Code.UPSTREAM_TIMEOUT: 504}
+STATUS = {code: status for code, (status, _) in KINDS.items()}
 
 
 @named(BEFORE_THE_FIRST_BYTE)
@@ -285,6 +284,41 @@ async def test_a_replica_that_is_down_is_not_tried(store_url: str) -> None:
         world.replicas.down.add("b")
         expect_answer(await world.visit(chat()), 502, Code.UPSTREAM_ERROR)
         assert mock.count(State.RECEIVED) == 0
+        await world.quiet()
+
+
+BUSY = b'{"error":{"message":"busy","code":503}}'
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"), [("retry-after: 7\r\n", "7"), ("retry-after: 0\r\n", "1"), ("", "1")]
+)
+@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
+async def test_who_meets_a_busy_engine_alone_hears_when_to_come_back(
+    store_url: str, path: str, asked: str, told: str
+) -> None:
+    """As the engine says, or in a second."""
+    fault = Fault(plays(whole(503, BUSY, extra=asked)), Code.NO_BACKEND, trouble=Trouble.BUSY)
+    async with alone(store_url, fault) as world:
+        visitor = await world.visit(chat(), path=path)
+        expect_answer(visitor, 503, Code.NO_BACKEND)
+        assert (visitor.header("retry-after"), visitor.header("retry-after-ms")) == (told, f"{told}000")
+        end = world.only_end()
+        assert (end.outcome, end.reason, end.charged) == (Outcome.FAILED, Code.NO_BACKEND, False)
+        await world.quiet()
+
+
+async def test_two_busy_engines_are_one_too_few(store_url: str) -> None:
+    one, two = (plays(whole(503, BUSY, extra=f"retry-after: {seconds}\r\n")) for seconds in (9, 3))
+    async with (
+        raw_engine(one) as a,
+        raw_engine(two) as b,
+        gateway(store_url, {"a": a.url, "b": b.url}, blocks={"a": 2001}) as world,
+    ):
+        visitor = await world.visit(chat(stream=True))
+        expect_answer(visitor, 503, Code.NO_BACKEND)
+        assert visitor.header("retry-after") == "3"
+        assert world.replicas.failures == [("a", Trouble.BUSY), ("b", Trouble.BUSY)]
         await world.quiet()
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from gateway import background
 from gateway.core.events import CallEnded
 from gateway.core.outcomes import Code, Outcome
 from gateway.core.responses import new_id
@@ -17,7 +18,7 @@ from gateway.mock.engine import EngineConfig
 from gateway.mock.options import Options
 from tests.flow.driver import Visitor
 from tests.flow.engines import STREAM_HEAD, MockEngine, Peer, chunk, mock_engine, raw_engine, whole
-from tests.flow.world import World, gateway
+from tests.flow.world import World, gateway, soon
 
 PATH = "/v1/responses"
 STORES = Options(responses_store=True)
@@ -223,6 +224,7 @@ async def test_a_conversation_whose_replica_is_away(store_url: str) -> None:
     ("answers", "status"),
     [
         ([whole(500, b"{}")], 502),
+        ([whole(503, b"{}")], 503),
         ([whole(200, b"{}")], 404),
         ([b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n{"], 502),
         ([whole(200, json.dumps(LIMITED).encode()), whole(500, b"{}")], 502),
@@ -249,6 +251,36 @@ async def test_a_conversation_whose_replica_fails_goes_nowhere_else(
         visitor = await world.visit(ASKED | {"previous_response_id": previous}, path=PATH)
         assert (visitor.status, left, b.bodies) == (status, [], [])
         assert a.lines[0] == f"GET {PATH}/{previous} HTTP/1.1"
+        await world.quiet()
+
+
+async def test_conversations_that_are_looked_up_share_a_bound(
+    store_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer repeats what its call brought, however small the one is that goes on from it."""
+    monkeypatch.setattr(background, "ANSWERS_BYTES_MAX", 5000)
+    waiting = asyncio.Event()
+    answer = whole(200, json.dumps(LIMITED | {"instructions": "x" * 3000}).encode())
+
+    async def script(peer: Peer) -> None:
+        if peer.head.startswith(b"POST"):
+            return await peer.send(whole(200, json.dumps(LIMITED).encode()))
+        await peer.send(answer[:-9])
+        await waiting.wait()
+        await peer.send(answer[-9:])
+
+    async with raw_engine(script) as engine, gateway(store_url, {"a": engine.url}) as world:
+        previous = new_id("0" * 16, (world.ledger.fleet, "a"), "anonymous")
+        body = ASKED | {"previous_response_id": previous}
+        first = asyncio.create_task(world.visit(body, path=PATH))
+        ours = world.app._flow._background
+        await soon(lambda: ours.held_bytes > 3000, "most of one is there")
+        refused = await world.visit(body, path=PATH)
+        assert (refused.status, refused.json["error"]["code"]) == (429, Code.CAPACITY_EXCEEDED)
+        assert refused.header("retry-after") == "1"
+        waiting.set()
+        assert ((await first).status, ours.held_bytes) == (200, 0)
+        assert (await world.visit(body, path=PATH)).status == 200
         await world.quiet()
 
 

@@ -154,7 +154,8 @@ class World:
             "no call is in flight",
         )
         assert self.app._bodies._held == 0, "bytes of bodies are counted that nobody has"
-        assert self.app._passages.count == 0, "a place is taken that nobody has"
+        passages = (self.app._passages, self.app._streams)
+        assert not any(each.count for each in passages), "a place is taken that nobody has"
         for ledger in ledgers:
             self._hold_nothing(ledger.fleet)
 

@@ -1,10 +1,12 @@
 """Responses in the background and a gateway that ends: what they hold at their engine ends with it, or before."""
 
 import asyncio
+import json
 import signal
 from typing import Any
 
 import httpx
+import pytest
 
 from gateway.ledger.state import read_state
 from tests.processes import HANG_SECONDS, QUICK_STORE, GatewayProcess, Mock, World
@@ -14,17 +16,23 @@ ENGINE = ("--blocks", "201", "--step-base-ms", "10", "--step-running-us", "0", "
 """A token takes 10 ms."""
 
 
-def begin(world: World, grace_seconds: float, tokens: int) -> tuple[Mock, GatewayProcess, str]:
-    """A response under way, and its id."""
+def begin(world: World, grace_seconds: float, tokens: int, stream: bool) -> tuple[Mock, GatewayProcess, str]:
+    """A response under way, and its id.  Of a stream the client has left."""
     mock = world.mock(*ENGINE)
     pools = [{"name": "only", "replicas": [mock.url]}]
     config, (key,) = world.config(pools, store=QUICK_STORE, server={"grace_seconds": grace_seconds})
     gateway = world.gateway(config, key)
-    body = {"model": "demo", "input": "hi", "max_output_tokens": tokens, "background": True}
-    answer = gateway.client.post("/v1/responses", json=body)
-    assert (answer.status_code, answer.json()["status"]) == (200, "queued")
+    body = {"model": "demo", "input": "hi", "max_output_tokens": tokens, "background": True, "stream": stream}
+    with gateway.client.stream("POST", "/v1/responses", json=body) as answer:
+        assert answer.status_code == 200
+        if stream:
+            first = next(line for line in answer.iter_lines() if line.startswith("data: "))
+            document = json.loads(first.removeprefix("data: "))["response"]
+        else:
+            document = json.loads(answer.read())
+            assert document["status"] == "queued"
     assert not gateway.is_quiet()
-    return mock, gateway, answer.json()["id"]
+    return mock, gateway, document["id"]
 
 
 async def ended(gateway: GatewayProcess) -> int:
@@ -41,8 +49,11 @@ async def assert_books_empty(world: World) -> None:
     assert (state["reserved"], state["leases"], state["queue"]) == (0, 0, 0)
 
 
-async def test_what_outlasts_the_grace_period_is_cancelled_at_its_engine(new_world: World) -> None:
-    mock, gateway, response_id = begin(new_world, 0.5, 3000)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_outlasts_the_grace_period_is_cancelled_at_its_engine(
+    new_world: World, stream: bool
+) -> None:
+    mock, gateway, response_id = begin(new_world, 0.5, 3000, stream)
     gateway.process.send_signal(signal.SIGTERM)
     assert await ended(gateway) == 0
     assert at_the_engine(mock, response_id)["status"] == "cancelled"
@@ -50,8 +61,9 @@ async def test_what_outlasts_the_grace_period_is_cancelled_at_its_engine(new_wor
     await assert_books_empty(new_world)
 
 
-async def test_what_ends_within_it_is_waited_for(new_world: World) -> None:
-    mock, gateway, response_id = begin(new_world, 2 * HANG_SECONDS, 100)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_ends_within_it_is_waited_for(new_world: World, stream: bool) -> None:
+    mock, gateway, response_id = begin(new_world, 2 * HANG_SECONDS, 100, stream)
     gateway.process.send_signal(signal.SIGTERM)
     assert await ended(gateway) == 0
     response = at_the_engine(mock, response_id)

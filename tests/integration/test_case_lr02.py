@@ -47,7 +47,7 @@ SCRIPTED = {
     "status:404": Error(404, 404),
     "status:429": Error(429, 429),
     "status:500": FAILED,
-    "status:503": FAILED,
+    "status:503": Error(503, "no_backend"),
     "hang": Error(504, "upstream_timeout"),
     "reset_after_headers": FAILED,
     "garbage": FAILED,

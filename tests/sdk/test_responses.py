@@ -88,6 +88,32 @@ def test_a_response_in_the_background_holds_its_blocks_until_it_is_over(running:
         wait_until(gateways[0].is_quiet, "nothing is held")
 
 
+def test_a_stream_in_the_background_is_left_and_taken_up_again(running: Running) -> None:
+    gateways, _, _ = running
+    asked = {"model": "demo", "input": "hi", "background": True, "stream": True}
+    with client(gateways[0]) as here, client(gateways[1]) as there:
+        seen = []
+        with here.responses.create(max_output_tokens=300, **asked) as stream:  # type: ignore[call-overload]
+            for event in stream:
+                seen.append(event)
+                if len(seen) == 8:
+                    break
+        response_id = seen[0].response.id
+        assert not gateways[1].is_quiet()
+        rest = list(
+            there.responses.retrieve(response_id, stream=True, starting_after=seen[-1].sequence_number)
+        )
+        assert [event.sequence_number for event in seen + rest] == list(range(len(seen) + len(rest)))
+        assert rest[-1].type == "response.completed"
+        assert rest[-1].response.usage.output_tokens == 300  # type: ignore[union-attr]
+        wait_until(gateways[0].is_quiet, "nothing is held")
+        with here.responses.create(max_output_tokens=60_000, **asked) as stream:  # type: ignore[call-overload]
+            there.responses.cancel(next(iter(stream)).response.id)
+            with pytest.raises(openai.APIError, match="cancelled"):
+                list(stream)
+        wait_until(gateways[0].is_quiet, "nothing is held")
+
+
 def test_a_stream_that_breaks_is_an_error(running: Running) -> None:
     gateways, _, mocks = running
     for mock in mocks:

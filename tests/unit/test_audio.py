@@ -102,6 +102,43 @@ def test_what_a_head_does_not_tell_its_bytes_do(file: bytes) -> None:
     assert sound == Sound(len(file), None)
 
 
+def extensible(kind: int) -> bytes:
+    """A WAV whose format proper stands behind the usual fields."""
+    plain = wav(300)
+    guid = kind.to_bytes(2, "little") + bytes.fromhex("000000001000800000aa00389b71")
+    fields = b"\xfe\xff" + plain[22:36] + (22).to_bytes(2, "little") + bytes(6) + guid
+    return plain[:16] + len(fields).to_bytes(4, "little") + fields + plain[36:]
+
+
+@pytest.mark.parametrize("kind", [1, 3, 6, 7])
+def test_an_extensible_format_is_read(kind: int) -> None:
+    sound = read(("file", extensible(kind))).sound
+    assert sound is not None
+    assert sound.seconds == 301
+
+
+@pytest.mark.parametrize("kind", [2, 0x11, 0x55, 0xFFFE])
+def test_an_extensible_format_may_be_a_compressed_one(kind: int) -> None:
+    """Its usual fields then say what they like."""
+    file = extensible(kind)
+    assert read(("file", file)).sound == Sound(len(file), None)
+
+
+@pytest.mark.parametrize("name", ["kv_transfer_params", "ec_transfer_params"])
+@pytest.mark.parametrize("value", ["1", '"x"', "[1]", "NaN", "{}"])
+def test_extras_hold_no_transfer(name: str, value: str) -> None:
+    body = form(("file", SHORT), ("vllm_xargs", f'{{"a": 1, "{name}": {value}}}'))
+    refusal = parse_audio(Endpoint.TRANSCRIPTIONS, CONTENT_TYPE.encode(), body, 16)
+    assert isinstance(refusal, Refusal)
+    assert (refusal.code, refusal.param) == (Code.INVALID_VALUE, "vllm_xargs")
+    assert name in refusal.message
+
+
+@pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "7", '{"a": 1}'])
+def test_other_extras_are_for_the_engine_to_judge(text: str) -> None:
+    read(("file", SHORT), ("vllm_xargs", text))
+
+
 def test_a_head_that_lies_of_its_data_lies_in_vain() -> None:
     """All bytes count: decoders go on where the head says that nothing is."""
     file = wav(100)

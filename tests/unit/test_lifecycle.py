@@ -45,6 +45,7 @@ DESIGN: dict[Phase, dict[Event, Cell]] = {
         E.TIMED_OUT: MOVED,
         E.FAILED_FOR_GOOD: answer(Code.UPSTREAM_ERROR, Outcome.FAILED),
         E.TIMED_OUT_FOR_GOOD: answer(Code.UPSTREAM_TIMEOUT, Outcome.FAILED),
+        E.BUSY_FOR_GOOD: answer(Code.NO_BACKEND, Outcome.FAILED),
         E.LEFT: LEFT,
         E.LEASE_LOST: answer(Code.LEASE_LOST, Outcome.FAILED),
         E.GRACE_OVER: answer(Code.DRAINING, Outcome.FAILED),
@@ -59,6 +60,7 @@ DESIGN: dict[Phase, dict[Event, Cell]] = {
         E.LEASE_LOST: error_event(Code.LEASE_LOST),
         E.GRACE_OVER: error_event(Code.DRAINING),
         E.CUT: error_event(Code.CUT),
+        E.STOPPED: (P.SETTLED, A.ERROR_EVENT, Code.RESPONSE_CANCELLED, Outcome.CANCELLED),
     },
     P.SETTLED: dict.fromkeys(Event, (P.SETTLED, A.STOP, None, None)),
 }

@@ -441,6 +441,25 @@ def test_what_makes_an_engine_keep_blocks_after_its_answer_is_refused(name: str,
         read(body(**{name: None}), endpoint)
 
 
+@pytest.mark.parametrize("name", ["kv_transfer_params", "ec_transfer_params"])
+@pytest.mark.parametrize("value", ["x", 1, [1], {}, None])
+def test_an_engine_finds_no_transfer_in_the_words_for_its_extensions(name: str, value: Any) -> None:
+    """It looks there for what those fields hold, and does not expect anything but an object."""
+    extras = {"vllm_xargs": {"key": "value", name: value}}
+    bodies = {
+        Endpoint.CHAT: chat(**extras),
+        Endpoint.COMPLETIONS: completion(**extras),
+        Endpoint.MESSAGES: chat(max_tokens=9, **extras),
+        Endpoint.RESPONSES: completion(input="x", **extras),
+    }
+    for endpoint, body in bodies.items():
+        refusal = refused(body, endpoint)
+        assert (refusal.code, refusal.param) == (Code.INVALID_VALUE, "vllm_xargs")
+        assert name in refusal.message
+    for harmless in (None, {}, {"key": name}, name, [name]):
+        read(chat(vllm_xargs=harmless), Endpoint.CHAT)
+
+
 # Chats
 
 

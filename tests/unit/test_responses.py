@@ -80,7 +80,6 @@ def test_the_limit_has_a_name_of_its_own() -> None:
         ({"max_output_tokens": 0}, Code.INVALID_VALUE, "max_output_tokens"),
         ({"max_output_tokens": "9"}, Code.INVALID_VALUE, "max_output_tokens"),
         ({"background": 1}, Code.INVALID_VALUE, "background"),
-        ({"background": True, "stream": True}, Code.INVALID_VALUE, "background"),
         ({"background": True, "store": False}, Code.INVALID_VALUE, "background"),
         ({"previous_response_id": 1}, Code.INVALID_VALUE, "previous_response_id"),
         ({"kv_transfer_params": {}}, Code.INVALID_VALUE, "kv_transfer_params"),

@@ -296,6 +296,44 @@ POOLS = st.lists(
 )
 
 
+TURNS = {"model": "demo", "input": "x", "max_output_tokens": 10}
+OWN_TOOL = {"type": "code_interpreter", "container": {"type": "auto"}}
+
+
+def turns(tools: Any, **fleet: Any) -> Demand:
+    answer = route(
+        replace(FLEET, **fleet), request(Endpoint.RESPONSES, **TURNS, tools=tools), [100], KeyLimits()
+    )
+    assert isinstance(answer, Demand), answer
+    return answer
+
+
+def test_an_engine_that_runs_tools_may_come_to_its_contexts_end() -> None:
+    """Each turn has all before it as its prompt, and the whole output limit anew."""
+    pool = FLEET.pools[0]
+    one_turn, limit = turns(None).blocks, turns(None).output_tokens
+    for tools in ([OWN_TOOL], [{"type": "function", "name": "f"}, OWN_TOOL], [{"type": "mcp"}], [{}], [1]):
+        if tools != [1]:
+            assert turns(tools).blocks == one_turn, "these engines run none"
+        found = turns(tools, engine_tools=True)
+        assert found.blocks == min(-(-(pool.max_model_len - 1) // pool.block_size), pool.usable_max)
+        assert (found.output_tokens, found.prompt_tokens) == (limit, 100), (
+            "what is written stays the client's"
+        )
+    for tools in (None, [], [{"type": "function", "name": "f"}, {"type": "custom", "name": "g"}]):
+        assert turns(tools, engine_tools=True).blocks == one_turn
+
+
+def test_a_call_is_not_refused_for_turns_that_it_may_never_take() -> None:
+    pool = replace(FLEET.pools[0], usable_max=10)
+    assert turns([OWN_TOOL], engine_tools=True, pools=(pool,), lanes={}).blocks == 10
+
+
+def test_turns_may_come_to_the_end_of_the_longest_context() -> None:
+    pool = replace(FLEET.pools[0], max_model_len=1000, context_max=2000, block_size=10, usable_max=500)
+    assert turns([OWN_TOOL], engine_tools=True, pools=(pool,), lanes={}).blocks == 200
+
+
 @st.composite
 def fleets(draw: st.DrawFn) -> FleetShape:
     pools = draw(POOLS)
