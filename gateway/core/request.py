@@ -384,7 +384,17 @@ def _parse(endpoint: Endpoint, body: bytes, n_max: int) -> GenerationRequest:
 
 
 _SELDOM_GIVEN = frozenset(
-    {"min_tokens", "use_beam_search", "n", "best_of", "seed", "top_logprobs", "logprobs", *_TRANSFER_FIELDS}
+    (
+        "min_tokens",
+        "use_beam_search",
+        "n",
+        "best_of",
+        "seed",
+        "top_logprobs",
+        "logprobs",
+        EXTRAS,
+        *_TRANSFER_FIELDS,
+    )
 )
 """What `_read_min_tokens`, `_read_sequences` and `_check_the_rest` look for: looking once costs a tenth of that."""
 _PROMPTS = {
