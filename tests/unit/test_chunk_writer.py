@@ -1,4 +1,4 @@
-"""Where a chunk of an answer may be written as it is: nowhere while its client does not read, has left or has it all."""
+"""Where a chunk of an answer may be written as it is: nowhere while its client does not read, has left or has all."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
