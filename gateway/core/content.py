@@ -90,6 +90,9 @@ def json_bytes(text: str) -> int:
 def script_of(text: Text) -> str:
     """One of `SCRIPTS`, from an even sample."""
     step = max(len(text) // WINDOWS, WINDOW_BYTES)
+    if isinstance(text, str) and text.isascii():  # a window of characters is one of bytes
+        data = text.encode()
+        return _script(b"".join([data[start : start + WINDOW_BYTES] for start in range(0, len(data), step)]))
     return _script(b"".join(_windows(text, step)))
 
 
