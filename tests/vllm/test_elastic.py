@@ -6,6 +6,7 @@ Each trace is played to the bare engine first, which preempts, and then through 
 learns, in two parts, each with the pool guaranteed and then elastic, so that what else the machine does meets both.
 """
 
+import asyncio
 import json
 import os
 import statistics
@@ -21,7 +22,8 @@ from tests.processes import ADMIN_TOKEN, World
 from tests.vllm.beside import Look, Watch, rows_of, shortfalls
 from tests.vllm.engine import MODEL, SLOW_MACHINE, START_SECONDS, Vllm
 from tests.vllm.environment import place, ready_place
-from tests.vllm.mixed import CHAT
+from tests.vllm.mixed import CHAT, Callers, Mix
+from tests.vllm.test_mixed_load import cancelled_of, ended_calls, preempted
 from tests.vllm.traced import TRACES, Trace, TracedCall, Turn, play
 from tests.wire import Wire, post, soon
 
@@ -63,8 +65,11 @@ def trace(name: str) -> Trace:
 @pytest.fixture
 def engine(trace: Trace, tmp_path: Path) -> Iterator[Vllm]:
     """It computes in single precision: in half of it near ties are ties, and who runs beside a call decides them."""
-    options = ("--num-gpu-blocks-override", trace.blocks, "--max-model-len", trace.context_tokens)
-    started = Vllm(ready_place(os.environ), tmp_path / "vllm.log", *map(str, options), "--dtype", "float32")
+    options = (
+        *("--num-gpu-blocks-override", str(trace.blocks), "--max-model-len", str(trace.context_tokens)),
+        *("--stream-interval", str(trace.events_tokens), "--dtype", "float32"),
+    )
+    started = Vllm(ready_place(os.environ), tmp_path / "vllm.log", *options)
     try:
         started.wait_ready()
         yield started
@@ -80,6 +85,7 @@ class Pool:
             [{"name": "all", "mode": Mode.ELASTIC, "replicas": [{"name": NAME, "url": engine.url}]}],
             fleet={"model": MODEL, "tokenizer": str(MODEL_FOLDER), "exact_above": 0},
             queue={"seconds_max": 3600},
+            log={"level": "info", "format": "json"},
             **SLOW_MACHINE,
         )
         self.gateway = world.gateway(self._config, keys[0])
@@ -123,7 +129,7 @@ async def test_elastic(name: str, trace: Trace, engine: Vllm, new_world: World) 
     report(name, trace, bare, turns, watch.looks)
     print(f"overdrafts: {pool.gateway.metric('kvgate_overdrafts_total'):.0f}")
     print(f"surprises: {pool.gateway.metric('kvgate_length_surprises_total'):.0f}")
-    assert watch.looks[-1].sights[NAME].preemptions - watch.looks[0].sights[NAME].preemptions == 0
+    assert preempted(watch.looks) == 0
     assert pool.gateway.metric("kvgate_unmetered_streams_total") == 0
     assert not [one for one in shortfalls(watch.looks, []) if one.is_long]
     judge_lengths(pool.lengths(), [*lessons, *calls])
@@ -225,6 +231,37 @@ async def judge_answers(
     print(f"{len(found)} answers, {len({text for _, text in found})} different ones")
     print(f"{len(differing)} not as from the bare engine; asked again, it differed from itself in {changed}")
     assert not wrong, wrong
+
+
+# -- calls of every kind -----------------------------------------------------------------------------------------------
+
+OTHERS = 30
+"""Callers of whole answers, several choices, several prompts, of streams that run to their limits, and who leave."""
+OTHERS_BLOCKS_MAX = 20
+"""Of one such call."""
+
+
+@pytest.mark.parametrize("name", ["chat"])
+async def test_calls_that_grow_beside_those_that_do_not(trace: Trace, engine: Vllm, new_world: World) -> None:
+    pool = Pool(engine, new_world)
+    await soon(pool.is_up, "the engine is found")
+    await through(pool, engine, trace, trace.calls(OTHER_SEED, LEARNED_FROM, MODEL_FOLDER), "lessons")
+    mix = Mix(SEED, OTHERS_BLOCKS_MAX, MODEL_FOLDER)
+    callers = Callers(pool.gateway, mix, OTHERS, OTHERS_BLOCKS_MAX)
+    async with Watch(pool.gateway, {NAME: engine}, trace.usable_blocks, LOOK_SECONDS) as watch:
+        calling = asyncio.create_task(callers.run())
+        await through(pool, engine, trace, trace.calls(SEED, CALLS // 4, MODEL_FOLDER), "beside others")
+        callers.end()
+        await calling
+    Wire.hang_up_all()
+    print(f"{callers.answered.total()} others: {dict(callers.answered)}; {callers.left.total()} left")
+    print(f"{pool.gateway.metric('kvgate_overdrafts_total'):.0f} overdrafts")
+    assert not callers.lost, callers.lost
+    assert preempted(watch.looks) == 0
+    found = shortfalls(watch.looks, cancelled_of(ended_calls(pool.gateway)))
+    assert not [one for one in found if one.is_long]
+    assert pool.gateway.metric("kvgate_unmetered_streams_total") == 0
+    await soon(pool.gateway.is_quiet, "nothing is held")
 
 
 # -- a client that does not read ---------------------------------------------------------------------------------------

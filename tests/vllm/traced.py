@@ -85,6 +85,9 @@ class Trace:
     context_tokens: int
     clients: int
     """More than the engine can serve at once."""
+    events_tokens: int
+    """That an event has, as the engine's `--stream-interval` says: with one a token two cores are busy with events, and
+    how many calls run at once makes little difference."""
 
     @property
     def usable_blocks(self) -> int:
@@ -101,8 +104,8 @@ class Trace:
 
 
 TRACES = {
-    "generous": Trace(traces.generous, 4, TEXT, 128, 2048, 40),
-    "chat": Trace(traces.chat, 8, CHAT, 512, 4096, 90),
+    "generous": Trace(traces.generous, 4, TEXT, 256, 2048, 80, 4),
+    "chat": Trace(traces.chat, 8, CHAT, 512, 4096, 90, 1),
 }
 """Prompts of 50 to 100 tokens, answers of 75 to 175 and limits of 1,024; prompts with a median of 100 tokens, answers
 with one of 40 and a p99 of 944, and limits of 256 to 2,048."""
