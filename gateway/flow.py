@@ -8,7 +8,6 @@ why, and `core/lifecycle.py` what that means.
 """
 
 import asyncio
-import math
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -22,8 +21,7 @@ from gateway.all_fleets import Joint
 from gateway.background import Background, Crowded, Place
 from gateway.call import Call, Client, Relay
 from gateway.core import responses
-from gateway.core.blocks import inputs_blocks, used_blocks
-from gateway.core.estimate import Demand, held_cost, token_bounds
+from gateway.core.estimate import Demand, token_bounds
 from gateway.core.events import Observer, Unmetered
 from gateway.core.growth import IN_FULL, Growth, start
 from gateway.core.headers import pinned, prompt_estimate
@@ -32,11 +30,11 @@ from gateway.core.modes import can_keep, yields
 from gateway.core.outcomes import Code, Refusal
 from gateway.core.prefill import PrefillTimes, wait_for_first_token_ms
 from gateway.core.prompt import PromptTokens
-from gateway.core.quota import Units, charges, never_fits
+from gateway.core.quota import charges, never_fits
 from gateway.core.request import forward
 from gateway.core.responses import Progress
-from gateway.core.rests import busy_seconds
 from gateway.core.route import FleetShape, Outlook, candidate_lanes, hopeless, outlooks, route
+from gateway.endings import NOBODY_ANSWERS, no_room, refusal_of, tell
 from gateway.estimates import estimate, learn
 from gateway.ledger.api import Grant, Ledger, Reservation
 from gateway.metering import Meter
@@ -44,6 +42,7 @@ from gateway.steps import Begun
 from gateway.tokens.api import Counted, Counter
 from gateway.turns import Turns
 from gateway.upstream.api import Trouble, Upstream, UpstreamFailed, UpstreamRequest
+from gateway.used import blocks_used, units_counted
 
 COUNTED_AT_ONCE_BYTES_MAX = 1024
 """Below this, judging a call by its bytes costs as much as counting its tokens."""
@@ -55,7 +54,6 @@ UNKNOWN_TRIES = 3
 takes longer than reading the configuration anew, the call asks anew: excluding what it does not know yet, it might
 exclude all that there is, and nobody behind it in its flow would start.
 """
-NOBODY_ANSWERS = Refusal(Code.NO_BACKEND, "no replica of the model answers", retry_ms=1000)
 TOO_MUCH_IS_COUNTED = Refusal(
     Code.CAPACITY_EXCEEDED, "too many long prompts are being counted at once", retry_ms=1000
 )
@@ -98,7 +96,7 @@ class Flow:
             ending = call.advance(call.interrupted)
         if ending is None or call.answered:
             return
-        await _tell(call, client, ending)
+        await tell(call, client, ending)
 
     async def _serve(self, call: Call, client: Client) -> Refusal | Step | None:
         """None when the answer was passed on whole; else what the client is still owed."""
@@ -144,7 +142,7 @@ class Flow:
                 answer = await reservation.moved(answer.replica)
             return self._explained(call, demand, answer)
         finally:
-            reservation.settle(*_held(call, demand), _counted(call, demand))
+            reservation.settle(*blocks_used(call, demand), units_counted(call, demand))
             _learn(call)
             call.relay = None  # the two would stay until the collector comes round
 
@@ -256,7 +254,7 @@ class Flow:
         except UpstreamFailed as failed:
             return refusal_of(Code.UPSTREAM_TIMEOUT if failed.timed_out else Code.UPSTREAM_ERROR)
         if found.status == 503:
-            return _no_room(None)
+            return no_room(None)
         if found.status >= 500:
             return refusal_of(Code.UPSTREAM_ERROR)
         usage = responses.inspect_response(found.content).usage
@@ -533,91 +531,9 @@ def _moved_or_failed(call: Call, failed: UpstreamFailed, others: bool) -> Refusa
         return call.advance(Event.TIMED_OUT if failed.timed_out else Event.FAILED)
     if failed.trouble is Trouble.BUSY and call.status == 0:
         call.advance(Event.BUSY_FOR_GOOD)
-        return _no_room(failed.rest_seconds)
+        return no_room(failed.rest_seconds)
     return call.advance(Event.TIMED_OUT_FOR_GOOD if failed.timed_out else Event.FAILED_FOR_GOOD)
 
 
 def _moves(failure: Refusal | Step | None) -> bool:
     return isinstance(failure, Step) and failure.action is Action.MOVE
-
-
-def _no_room(rest_seconds: float | None) -> Refusal:
-    """`rest_seconds`: for which the engine asks to be left alone, if it says."""
-    words = "the engine has no room for this call, and no other one may be asked"
-    return Refusal(Code.NO_BACKEND, words, retry_ms=math.ceil(busy_seconds(rest_seconds) * 1000))
-
-
-# -- settle ------------------------------------------------------------------------------------------------------
-
-
-def _held(call: Call, demand: Demand) -> tuple[int | None, int | None]:
-    """Blocks really used, where the engine said, and block-seconds really held."""
-    if call.grant is None:
-        return None, None
-    held_seconds = time.monotonic() - call.sent_at
-    call.blocks_used = _unshared_blocks_used(call, demand)
-    return call.blocks_used, held_cost(demand.unshared_blocks, held_seconds)
-
-
-def _counted(call: Call, demand: Demand) -> Units | None:
-    """What quotas count of it; None where its key has none."""
-    return units_used(call, demand) if call.charges or call.all_fleets_charges else None
-
-
-def units_used(call: Call, demand: Demand) -> Units:
-    """What counts against its key: nothing without an answer, of one what the engine reported, else an estimate."""
-    if not call.status or call.status >= 400:
-        return Units()
-    usage = call.usage
-    if usage is not None and usage.completion_tokens is not None:
-        hears = call.generation.sound is not None  # then the engine counts its length, not tokens
-        return Units(1, demand.prompt_tokens if hears else usage.prompt_tokens, usage.completion_tokens)
-    estimate = demand.units
-    return Units(
-        1, estimate.prompt_tokens, call.output_events if call.request.stream else estimate.output_tokens
-    )
-
-
-def _unshared_blocks_used(call: Call, demand: Demand) -> int | None:
-    """From the engine's `usage`; None where it sent none, or counts what is no block: a sound by its length."""
-    usage, request = call.usage, call.generation
-    if usage is None or usage.completion_tokens is None or request.sound is not None:
-        return None
-    prompts = request.prompt_count
-    if not request.endpoint.generates:
-        each = -(-usage.prompt_tokens // prompts)
-        return min(demand.blocks, demand.sequences * inputs_blocks([each], demand.block_size))
-    return used_blocks(
-        usage.prompt_tokens, usage.completion_tokens, prompts, demand.sequences, demand.block_size
-    )
-
-
-WORDS = {
-    Code.DRAINING: "this gateway is shutting down",
-    Code.LEASE_LOST: "the place of this request was given to another one while the store was out of reach",
-    Code.CUT: "an operator has ended the calls of this key",
-    Code.RESPONSE_CANCELLED: "the response was cancelled, or took longer than upstream.background_seconds",
-    Code.UPSTREAM_ERROR: "the engine failed or could not be reached",
-    Code.UPSTREAM_TIMEOUT: "the engine did not answer in time",
-}
-RETRY_MS = {Code.DRAINING: 1000, Code.LEASE_LOST: 1000}
-SHOULD_RETRY = {Code.CUT: False}
-
-
-def refusal_of(code: Code) -> Refusal:
-    """An ending from outside, in words."""
-    return Refusal(code, WORDS[code], retry_ms=RETRY_MS.get(code), should_retry=SHOULD_RETRY.get(code))
-
-
-async def _tell(call: Call, client: Client, ending: Refusal | Step) -> None:
-    """Write what the client is still owed; everything was given back before."""
-    if isinstance(ending, Refusal):
-        call.advance(Event.REFUSED)
-        call.reason, call.waited = ending.code, ending.waited
-        await client.refuse(call, ending)
-    elif ending.code in WORDS:
-        refusal = refusal_of(ending.code)
-        if ending.action is Action.ERROR_EVENT:
-            await client.fail(call, refusal)
-        elif ending.action is Action.ANSWER:
-            await client.refuse(call, refusal)

@@ -38,7 +38,8 @@ from gateway.core.responses import maker, not_found
 from gateway.core.retries import RETRY_COUNT, Appointments, RetryBudgets, read_retry_count
 from gateway.core.route import KeyLimits
 from gateway.core.urgency import DEADLINE, PRIORITY, lowered_class, read_deadline
-from gateway.flow import Flow, refusal_of, units_used
+from gateway.endings import refusal_of
+from gateway.flow import Flow
 from gateway.http.auth import Key
 from gateway.http.body import (
     BodyBudget,
@@ -58,6 +59,7 @@ from gateway.http.passages import Passages
 from gateway.http.relay import WRITER, AnswerCutOff, AnswerRelay, Writer
 from gateway.http.routes import Route, find_route
 from gateway.ledger.api import Cut
+from gateway.used import units_used
 
 log = logging.getLogger("kvgate.proxy")
 
