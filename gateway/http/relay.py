@@ -23,6 +23,7 @@ from gateway.core.rests import read_retry_after
 from gateway.core.sse import AnswerFacts, Failure, StreamInspector, inspect_answer
 from gateway.http.errors import late_error
 from gateway.http.gaps import AllGaps, Gaps
+from gateway.metering import Meter
 from gateway.upstream.api import Headers, Trouble, UpstreamFailed
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -86,7 +87,7 @@ class AnswerRelay:
 
     __slots__ = (
         "_all_gaps", "_at_once", "_call", "_first_at", "_first_token", "_gaps", "_headers", "_held", "_media_type",
-        "_observer", "_opening", "_own_headers", "_send", "_status", "_stream", "_writer", "last_at", "rest_seconds",
+        "_meter", "_observer", "_opening", "_own_headers", "_send", "_status", "_stream", "_writer", "last_at", "rest_seconds",
     )  # fmt: skip
 
     def __init__(
@@ -118,6 +119,8 @@ class AnswerRelay:
         self._first_at = 0.0
         self.last_at = 0.0
         self._all_gaps = all_gaps or AllGaps(observer)
+        self._meter: Meter | None = None
+        """The call's, of a stream; the call itself is not looked at for each token."""
         self._gaps: Gaps | None = None
         """From the first token on."""
         self.rest_seconds: float | None = None
@@ -190,7 +193,8 @@ class AnswerRelay:
             return MessagesInspector()
         if self._is_response:
             return ResponsesInspector()
-        request, metered = self._call.request, self._call.meter is not None
+        request, self._meter = self._call.request, self._call.meter
+        metered = self._meter is not None
         return StreamInspector(
             drop_usage=not request.include_usage_asked,
             metered=metered,
@@ -256,7 +260,7 @@ class AnswerRelay:
         return chunk if len(event) == end - start else b"%x\r\n%b\r\n" % (len(event), event)
 
     def _note_usage(self, stream: StreamInspector) -> None:
-        meter, usage = self._call.meter, stream.usage
+        meter, usage = self._meter, stream.usage
         if meter is None:
             return
         if stream.unmetered:
