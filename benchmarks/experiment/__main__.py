@@ -40,7 +40,10 @@ def main() -> int:
     )
     parser.add_argument("--fresh", action="store_true", help="play everything again")
     parser.add_argument(
-        "--only", default="", metavar="NAME", help="cases whose name begins so, as `chat 8000`"
+        "--only",
+        default="",
+        metavar="NAME",
+        help="runs whose name begins so, as `chat 8000` or `chat 8000 closed elastic`",
     )
     parser.add_argument("--doc", action="store_true", help="write docs/utilisation.md's tables and pictures")
     options = parser.parse_args()
@@ -56,23 +59,24 @@ def main() -> int:
         figure = f"{figures['tokens_per_second']:.0f} tokens/s, {figures['preemptions']} preemptions"
         print(f"{time.process_time() - begun:6.0f} s  {name}: {figure}", flush=True)
 
-    chosen = cells.SHORT if options.short else cells.CASES
-    player = cells.Player(results, keep, options.most)
+    def wanted(name: str) -> bool:
+        return f"{name} ".startswith(f"{options.only} ") or not options.only
+
+    chosen = [
+        case
+        for case in (cells.SHORT if options.short else cells.CASES)
+        if wanted(case.name) or options.only.startswith(f"{case.name} ")
+    ]
+    player = cells.Player(results, keep, options.most, wanted)
     for case in chosen:
-        if case.name.startswith(options.only):
-            player.case(case)
+        player.case(case)
     for case in chosen:
         name = f"{case.name} real books"
-        if case.blocks == SMALL and case.name.startswith(options.only) and name not in results:
+        if case.blocks == SMALL and wanted(name) and name not in results:
             results[name] = alike(case)
             path.write_text(json.dumps(results, indent=0))
     slack = SHORT_SLACK if options.short else 0.0
-    found = [
-        bound
-        for case in chosen
-        if case.name.startswith(options.only)
-        for bound in bounds(results, case, slack)
-    ]
+    found = [bound for case in chosen for bound in bounds(results, case, slack)]
     print(*found, sep="\n")
     if options.doc:
         write_document(ROOT / "docs", results)

@@ -29,6 +29,9 @@ LOAD = 1.1
 """Of what the best ungated concurrency served, in the open loops; BURST_LOAD where calls come in bursts."""
 BURST_LOAD = 0.8
 
+AGENTS = "agents"
+"""Whose calls come in sessions; all others are independent."""
+
 Figures = dict[str, Any]
 Results = dict[str, Figures]
 
@@ -63,14 +66,16 @@ CASES = (
     Case("generous", 2_000, 57, 40_000, burst=40, shift=10_000),
     Case("generous", 6_000, 170, 100_000, arriving=0),
     Case("generous", 16_000, 450, 100_000, burst=220, shift=10_000),
-    Case("chat", 2_000, 15, 40_000, shift=10_000),
-    Case("chat", 4_000, 29, 40_000, arriving=0),
+    Case("chat", 2_000, 15, 100_000, shift=10_000),
+    Case("chat", 4_000, 29, 100_000, arriving=0),
     Case("chat", 8_000, 60, 100_000, shift=10_000),
     Case("chat", 40_000, 280, 100_000),
     Case("benign", 2_000, 25, 40_000),
     Case("benign", 40_000, 480, 40_000),
     Case("rag", 8_000, 6, 10_000, others=2_000, arriving=2_000, misread=True),
     Case("rag", 40_000, 30, 10_000, others=2_000, arriving=2_000),
+    Case("agents", 2_200, 6, 4_000, others=2_000, arriving=0),
+    Case("agents", 40_000, 85, 10_000, others=4_000, arriving=0),
 )
 SHORT = (
     Case("generous", 2_000, 57, 4_000, others=1_500, arriving=0, burst=40, shift=1_500),
@@ -90,11 +95,18 @@ def gate_of(name: str, blocks: int, misread: Callable[[Call], int] | None = None
 class Player:
     """Plays the runs of a case one after the other, and those only that are not known yet from as many calls."""
 
-    def __init__(self, results: Results, keep: Callable[[str, Figures], None], most: int = 1 << 62) -> None:
-        """`most`: calls of a run at most."""
+    def __init__(
+        self,
+        results: Results,
+        keep: Callable[[str, Figures], None],
+        most: int = 1 << 62,
+        wanted: Callable[[str], bool] = lambda _: True,
+    ) -> None:
+        """`most`: calls of a run at most.  `wanted`: of those that are not the sweep, by their names."""
         self.results = results
         self._keep = keep
         self._most = most
+        self._wanted = wanted
 
     def case(self, case: Case) -> None:
         self._sweep(case)
@@ -129,9 +141,13 @@ class Player:
         for factor in SWEEP:
             clients = max(1, round(factor * case.streams))
             name = f"{case.name} sweep {clients}"
-            self._play(name, case.others, lambda n, c=clients: closed(case, "ungated", c, n))
+            self._try(name, case.others, lambda n, c=clients: closed(case, "ungated", c, n))
 
     def _play(self, name: str, calls: int, run: Callable[[int], Figures]) -> None:
+        if self._wanted(name):
+            self._try(name, calls, run)
+
+    def _try(self, name: str, calls: int, run: Callable[[int], Figures]) -> None:
         calls = min(calls, self._most)
         known = self.results.get(name)
         if known is None or known["asked"] < calls:
@@ -148,7 +164,8 @@ def best_of(results: Results, case: Case) -> Figures:
 def world_of(case: Case, gate: str, misread: Callable[[Call], int] | None = None) -> World:
     watermark = float(gate.removeprefix("watermark ")) if gate.startswith("watermark") else 0.0
     config = replace(ENGINE, blocks=case.blocks + 1, watermark=watermark)
-    return World(config, gate_of(gate, case.blocks, misread), shared_prompts=case.trace == "rag")
+    shared = case.trace in ("rag", AGENTS)
+    return World(config, gate_of(gate, case.blocks, misread), shared_prompts=shared)
 
 
 def closed(
@@ -159,8 +176,11 @@ def closed(
     shift: int | None = None,
     misread: Callable[[Call], int] | None = None,
 ) -> Figures:
-    source = traces.calls(traces.TRACES[case.trace], SEED, shift)
-    found = world_of(case, gate, misread).closed_loop(source, clients, calls)
+    world = world_of(case, gate, misread)
+    if case.trace == AGENTS:
+        found = world.session_loop(traces.sessions(SEED), clients, calls)
+    else:
+        found = world.closed_loop(traces.calls(traces.TRACES[case.trace], SEED, shift), clients, calls)
     return {"clients": clients, **figures_of(found)}
 
 

@@ -104,6 +104,12 @@ class Counted:
         served.arrival = self._arrivals
         insort(self.waiting, served, key=_arrival)
 
+    def computed_of(self, served: Served) -> int:
+        """Tokens that it has stored, between two steps."""
+        if not served.decoding:
+            return served.computed
+        return self._clock - served.born + served.prompt_tokens - 1
+
     def schedule(self) -> float:
         self._prefilled = []
         self._late = []
@@ -251,8 +257,7 @@ class Counted:
     def _wanted(self, served: Served, budget: int) -> tuple[int, int]:
         """Tokens, and blocks for them."""
         if served.decoding:
-            stored = self._clock - served.born + served.prompt_tokens - 1
-            return 1, int(stored % self._block == 0)
+            return 1, int(self.computed_of(served) % self._block == 0)
         count = min(served.known - served.computed, budget)
         return count, self._blocks(served.computed + count) - self._blocks(served.computed)
 

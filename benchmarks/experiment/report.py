@@ -59,10 +59,12 @@ def _case(case: Case) -> str:
 
 
 def _asked(results: Results, case: Case, kind: str) -> str:
-    """From how many calls such figures are."""
-    return ": {:,} calls".format(
-        max(f["asked"] for n, f in results.items() if n.startswith(f"{case.name} {kind} "))
-    )
+    """From how many calls such figures are; those of the elastic mode may be of more."""
+    prefix = f"{case.name} {kind} "
+    asked = {n.removeprefix(prefix): f["asked"] for n, f in results.items() if n.startswith(prefix)}
+    elastic = asked.pop("elastic", 0)
+    others = max(asked.values(), default=elastic)
+    return f": {others:,} calls" + (f", elastic {elastic:,}" if elastic not in (0, others) else "")
 
 
 def _of_gates(
@@ -83,7 +85,7 @@ def _throughput(results: Results) -> Iterator[list[str]]:
     for case, cells in _of_gates(results, "closed", GATES, cell):
         best = best_of(results, case)
         yield [
-            _case(case),
+            _case(case) + _asked(results, case, "closed"),
             f"{best['tokens_per_second']:,.0f} ({best['clients']}) / {_per_10k(best)}",
             *cells,
         ]
@@ -94,7 +96,7 @@ def _waste(results: Results) -> Iterator[list[str]]:
         return f"{figures['recomputed']:.3f} / {figures['gap_p99_ms']:.0f}"
 
     for case, cells in _of_gates(results, "closed", GATES, cell):
-        yield [_case(case), *cells]
+        yield [_case(case) + _asked(results, case, "closed"), *cells]
 
 
 def _open(results: Results) -> Iterator[list[str]]:

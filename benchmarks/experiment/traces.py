@@ -6,13 +6,21 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
 
-from gateway.mock.pool import Content
+from gateway.mock.pool import Content, chained
+from gateway.mock.tokenizer import word
 
 LARGEST_PROMPT = 14_000
 """Of chats: with the largest output limit just below 1,900 blocks, so that every call fits the smallest pool."""
 SHARED_TOKENS = 2_048
 """That all prompts of RAG begin with."""
 BLOCK_SIZE = 16
+AGENT_TOKENS = 4_096
+"""That all sessions of agents begin with."""
+AGENT_LIMIT = 4_096
+LONGEST_HISTORY = 30_000
+"""Of a session: what it would send beyond that ends it.  With its output limit just below 2,200 blocks."""
+THINK_SECONDS = 3.0
+"""Between an answer and the next turn."""
 
 
 @dataclass(slots=True, eq=False)
@@ -36,6 +44,17 @@ class Call:
         shared = SHARED_TOKENS // BLOCK_SIZE
         own = range((self.number + 1) << 20, ((self.number + 1) << 20) + full - shared)
         return Content((*range(1, shared + 1), *own), ("x",) * tail)
+
+
+@dataclass(slots=True, eq=False)
+class Turn(Call):
+    """Of a session."""
+
+    said: Content
+
+    @property
+    def content(self) -> Content:
+        return self.said
 
 
 Sizes = Callable[[random.Random], tuple[int, int, int]]
@@ -84,6 +103,37 @@ def calls(sizes: Sizes, seed: int, shift: int | None = None) -> Iterator[Call]:
     for number in count():
         later = shift is not None and number >= shift
         yield Call(number, *(tripled if later else sizes)(chance))
+
+
+def sessions(seed: int) -> Iterator[Iterator[Call]]:
+    """Endless, of agents: 4 to 20 turns, each of which sends all that was said before, and the answers."""
+    numbers = count()
+    for number in count():
+        yield _session(random.Random(f"session {seed} {number}"), number, numbers)
+
+
+def _session(chance: random.Random, session: int, numbers: Iterator[int]) -> Iterator[Call]:
+    said = Content(tuple(range(1, AGENT_TOKENS // BLOCK_SIZE + 1)))
+    fresh = _lognormal(chance, 1_500, 0.7, 100, 8_000)
+    for turn in range(chance.randint(4, 20)):
+        said = _extended(said, [f"{session} {turn} {place}" for place in range(fresh)])
+        prompt_tokens = len(said.hashes) * BLOCK_SIZE + len(said.tail)
+        if prompt_tokens > LONGEST_HISTORY:
+            return
+        output = _lognormal(chance, 280, 0.7, 50, 1_500)
+        yield Turn(next(numbers), prompt_tokens, output, AGENT_LIMIT, said)
+        said = _extended(said, [word(place + 1) for place in range(output)])
+        fresh = _lognormal(chance, 700, 0.8, 50, 4_000)
+
+
+def _extended(said: Content, pieces: list[str]) -> Content:
+    """As the engine names the blocks of what it has computed, so that it finds them again."""
+    pieces, end, hashes = [*said.tail, *pieces], said.end, list(said.hashes)
+    full = len(pieces) - len(pieces) % BLOCK_SIZE
+    for start in range(0, full, BLOCK_SIZE):
+        end = chained(end, pieces[start : start + BLOCK_SIZE])
+        hashes.append(end)
+    return Content(tuple(hashes), tuple(pieces[full:]), said.root)
 
 
 def steady(seed: int, per_second: float) -> Iterator[float]:

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import count
 
 from benchmarks.experiment.counted import Counted, Served
 from benchmarks.experiment.gates import Books, Guaranteed, Held
 from benchmarks.experiment.mocked import Mocked
-from benchmarks.experiment.traces import Call
+from benchmarks.experiment.traces import THINK_SECONDS, Call
 from gateway.mock.config import EngineConfig
 
 TTFT_SECONDS = 10.0
@@ -24,6 +26,8 @@ class Course:
     at: float
     """When it was asked for, in seconds."""
     held: Held | None = None
+    session: Iterator[Call] | None = None
+    """What its client does next."""
     slow: int = 0
     """Steps over GAP_MS before its first token."""
     ttft: float = -1.0
@@ -79,6 +83,10 @@ class World:
         self._engine: Counted | Mocked = (Mocked if shared_prompts else Counted)(config, self._told)
         self._config = config
         self._source: Iterator[Call] = iter(())
+        self._sessions: Iterator[Iterator[Call]] | None = None
+        self._later: list[tuple[float, int, Iterator[Call]]] = []
+        """Whose clients think: until when, and what comes then."""
+        self._numbers = count()
         self._slow = 0
         self._inside = 0
         self._closed = False
@@ -98,6 +106,13 @@ class World:
         self._source, self._closed = source, True
         for _ in range(clients):
             self._submit(next(source))
+        return self._run(lambda: self.found.calls >= calls, iter(()))
+
+    def session_loop(self, sessions: Iterator[Iterator[Call]], clients: int, calls: int) -> Found:
+        """So many clients, each of which goes on with its session THINK_SECONDS after an answer, or with a new one."""
+        self._sessions, self._closed = sessions, True
+        for _ in range(clients):
+            self._go_on(next(sessions), self.now)
         return self._run(lambda: self.found.calls >= calls, iter(()))
 
     def open_loop(
@@ -120,19 +135,16 @@ class World:
     def _run(self, over: Callable[[], bool], arrivals: Iterator[float]) -> Found:
         following, second, use, running = next(arrivals, EVER), 1.0, 0.0, 0.0
         while not over():
-            while following <= self.now:
-                self._submit(next(self._source), following)
-                following = next(arrivals, EVER)
+            following = self._arrive(self.now, following, arrivals)
             milliseconds = self._engine.schedule()
             if not milliseconds:
-                if following == EVER:
+                coming = min(following, self._later[0][0] if self._later else EVER)
+                if coming == EVER:
                     break
-                self.now = following
+                self.now = coming
                 continue
             took = milliseconds / 1e3
-            while following <= self.now + took:
-                self._submit(next(self._source), following)
-                following = next(arrivals, EVER)
+            following = self._arrive(self.now + took, following, arrivals)
             self.now += took
             use += took * self._engine.used
             running += took * self._inside
@@ -147,6 +159,16 @@ class World:
                 if self._gate is not None:
                     self.found.surprises += self._gate.second()
         return self._sum_up(use, running)
+
+    def _arrive(self, until: float, following: float, arrivals: Iterator[float]) -> float:
+        """All that comes until then; returns when the next one of `arrivals` does."""
+        while following <= until:
+            self._submit(next(self._source), following)
+            following = next(arrivals, EVER)
+        while self._later and self._later[0][0] <= until:
+            at, _, session = heappop(self._later)
+            self._go_on(session, at)
+        return following
 
     def _sum_up(self, use: float, running: float) -> Found:
         found, engine = self.found, self._engine
@@ -167,8 +189,15 @@ class World:
 
     # -- one call -----------------------------------------------------------------------------------------------------
 
-    def _submit(self, call: Call, at: float | None = None) -> None:
-        course = Course(call, self.now if at is None else at)
+    def _go_on(self, session: Iterator[Call], at: float) -> None:
+        """With its next turn, or with the first of another one."""
+        assert self._sessions is not None
+        while (call := next(session, None)) is None:
+            session = next(self._sessions)
+        self._submit(call, at, session)
+
+    def _submit(self, call: Call, at: float | None = None, session: Iterator[Call] | None = None) -> None:
+        course = Course(call, self.now if at is None else at, session=session)
         if self._gate is None:
             self._start(course)
             return
@@ -219,7 +248,9 @@ class World:
             self._last_preemptions = self._engine.preemptions
         if self._gate is not None and course.held is not None:
             self._grant(self._gate.ended(course.held, self.now))
-        if self._closed and (call := next(self._source, None)) is not None:
+        if course.session is not None:
+            heappush(self._later, (self.now + THINK_SECONDS, next(self._numbers), course.session))
+        elif self._closed and (call := next(self._source, None)) is not None:
             self._submit(call)
 
 

@@ -11,8 +11,9 @@ so a replica of N blocks takes a call if for every horizon and one theta at leas
 
     sum of e_i + e + ln(1 / EPS) / theta <= N
 
-which holds the chance that its blocks run out below EPS.  The sums are integers, in SCALE-ths of a block, and
-additive: who adds a path can take the same one away.
+which holds the chance that its blocks run out then below EPS, or FAR_EPS where the horizon is far: until it comes fewer
+calls can still be taken.  The sums are integers, in SCALE-ths of a block, and additive: who adds a path can take the
+same one away.
 """
 
 import math
@@ -22,11 +23,21 @@ from collections.abc import Callable, Sequence
 
 GUARANTEED, ELASTIC, SHARED = "guaranteed", "elastic", "shared"
 """Modes of a replica: every call there is charged in full; none there was promised that; or both, side by side."""
-HORIZONS = (32, 64, 128, 256, 384, 512, 1024, 2048, 4096, 8192, 16384)
+HORIZONS = (32, 128, 256, 512, 768, 1024, 2048, 3072, 4096, 8192, 12288)
 """Tokens from now.  At 0 stands the sum of the blocks held, which is exact and needs no theta."""
-TILTS = (20, 60, 180)
-"""The thetas, times the blocks of a replica: one alone costs a tenth to a third of the throughput, two up to 7 %."""
+ALONE = 3
+"""So many of them, the first, stand for themselves.  Each of the others, which few calls reach and which lie far apart,
+stands for all the time until the next one, with the larger figure of both its ends: a call that comes to hold much
+between two of them would be at neither."""
+NEAR = 5
+"""So many of them, the first, are near."""
+TILTS = (12, 50, 240)
+"""The thetas, times the blocks of a replica: one alone costs a tenth to a third of the throughput, two up to 7 %.  A
+small one is for few calls that may hold much, far from now, a large one for many that hold little more soon."""
 EPS = 1e-3
+FAR_EPS = 0.012
+"""At horizons that are not near.  With EPS there, small replicas under heavy tails lose a fifth of their throughput and
+are preempted hardly more rarely."""
 SCALE = 64
 """Of what a path counts in, for one block."""
 POINTS = len(HORIZONS) * len(TILTS)
@@ -79,21 +90,28 @@ def path_of(
 
     Where calls of such a limit nearly all go there, as they are taken to while nothing is learned, it is flat, as if it
     were guaranteed: horizons are too far apart to tell when each of them will be over.  Else nothing stands at horizons
-    beyond its limit, and the last one before it has its figures, or those of the token before the limit if more is
-    expected to be held then.
+    beyond its limit, and the last one before it has the token before the limit, too.
+
+    A path stands until the call grows, so its blocks are those that it holds by then, and its age is the one that it
+    has half-way.
     """
     last = output_tokens - 1
     if survival(last) >= CERTAIN:
         return flat(blocks_at(prompt_tokens, output_tokens, block_size, ahead))
-    grown, alive = next_growth(written, output_tokens), max(survival(written), 1e-300)
-    thetas, reached = [tilt / base for tilt in TILTS], bisect_right(HORIZONS, last - written)
-    held: list[tuple[float, int, float]] = []
-    for horizon in (*HORIZONS[:reached], last - written) if reached else ():
+    grown, reached = next_growth(written, output_tokens), bisect_right(HORIZONS, last - written)
+    if not reached:
+        return _NOTHING
+    age = (written + grown) // 2
+    alive, thetas = max(survival(age), 1e-300), [tilt / base for tilt in TILTS]
+    rows: list[list[int]] = []
+    for horizon in (*HORIZONS[:reached], last - written):
         blocks = blocks_at(prompt_tokens, min(grown + horizon, output_tokens), block_size, ahead)
-        share = min(survival(written + horizon) / alive, 1.0)
-        held.append((share * blocks, blocks, share))
-    held[-2:] = [max(held[-2:])] if reached else []
-    points = [_point(blocks, share, theta) for _, blocks, share in held for theta in thetas]
+        share = min(survival(min(age + horizon, last)) / alive, 1.0)
+        rows.append([_point(blocks, share, theta) for theta in thetas])
+    points: list[int] = []
+    for number in range(reached):
+        alone = number < ALONE and number < reached - 1
+        points += rows[number] if alone else map(max, rows[number], rows[number + 1])
     return (*points, *_NOTHING[len(points) :])
 
 
@@ -117,18 +135,21 @@ def flat(blocks: int) -> Path:
     return (blocks * SCALE,) * POINTS
 
 
-def margins(base: int) -> tuple[int, ...]:
-    """`ln(1 / EPS) / theta` of each tilt, in SCALE-ths of a block, rounded up."""
-    return tuple(math.ceil(SCALE * -math.log(EPS) * base / tilt) for tilt in TILTS)
+def margins(base: int, eps: float = EPS) -> tuple[int, ...]:
+    """`ln(1 / eps) / theta` of each tilt, in SCALE-ths of a block, rounded up."""
+    return tuple(math.ceil(SCALE * -math.log(eps) * base / tilt) for tilt in TILTS)
 
 
 def bound_holds(sums: Sequence[int], path: Sequence[int], assured: int, limit: int, base: int) -> bool:
     """Whether a replica takes a call of that path.  `sums`: the paths that are there; `assured`: blocks of the calls
     there that hold all of their demand from the beginning."""
-    room, beside = (limit - assured) * SCALE, margins(base)
+    room, near, far = (limit - assured) * SCALE, margins(base), margins(base, FAR_EPS)
     tilts = len(TILTS)
     return all(
-        any(sums[at + k] + path[at + k] + beside[k] <= room for k in range(tilts))
+        any(
+            sums[at + k] + path[at + k] + (near if at < NEAR * tilts else far)[k] <= room
+            for k in range(tilts)
+        )
         for at in range(0, POINTS, tilts)
     )
 

@@ -31,8 +31,9 @@ FlowName = tuple[str, str, str]
 LineName = tuple[str, str]
 """Lane and class."""
 _POINT_BYTES = 4
-_TILTS = (20, 60, 180)
-_RARE = 1e-3
+_TILTS = (12, 50, 240)
+_RARE = (1e-3,) * 5 + (0.012,) * 6
+"""By horizon."""
 _PARTS = 64
 """Of a block: what a path is counted in."""
 
@@ -575,11 +576,13 @@ def _is_foreseen(held: Sequence[Call], limit: int) -> bool:
     assured = sum(call.blocks for call in held if not call.elastic)
     base = max((call.base for call in held if call.elastic), default=0)
     sums = _integers(_points(held))
-    beside = [math.ceil(_PARTS * math.log(1 / _RARE) * base / tilt) for tilt in _TILTS]
     horizons = [sums[at : at + len(_TILTS)] for at in range(0, len(sums), len(_TILTS))]
     return all(
-        any(a + b <= (limit - assured) * _PARTS for a, b in zip(horizon, beside, strict=True))
-        for horizon in horizons
+        any(
+            point + math.ceil(_PARTS * -math.log(rare) * base / tilt) <= (limit - assured) * _PARTS
+            for point, tilt in zip(horizon, _TILTS, strict=True)
+        )
+        for horizon, rare in zip(horizons, _RARE, strict=True)
     )
 
 

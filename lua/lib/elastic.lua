@@ -2,8 +2,9 @@
 -- Calls that are charged by what they may hold later, and whether a replica takes one more: gateway/core/elastic.py has
 -- the rule.  A path has POINTS integers, TILTS for each horizon; packed, 4 bytes each, highest first.
 local POINTS, TILTS, SCALE, SUM_MAX = 33, 3, 64, 4294967295
-local TILT_1, TILT_2, TILT_3 = 20, 60, 180
-local RARE = 6.907755278982137 -- ln(1 / EPS)
+local TILT_1, TILT_2, TILT_3 = 12, 50, 240
+local NEAR = 5 -- horizons, the first
+local RARE, FAR_RARE = 6.907755278982137, 4.422848629194137 -- ln(1 / EPS), ln(1 / FAR_EPS)
 local HORIZON = 'I4I4I4' -- string.rep is not there yet when the library is loaded
 local FORMAT = '>' .. HORIZON .. HORIZON .. HORIZON .. HORIZON .. HORIZON .. HORIZON .. HORIZON .. HORIZON .. HORIZON
   .. HORIZON .. HORIZON
@@ -48,9 +49,14 @@ function elastic.least(call)
   return math.min(call.asked, call.blocks)
 end
 
--- `ln(1 / EPS) / theta` of a tilt, rounded up.
-local function margin(base, tilt)
-  return math.ceil(SCALE * RARE * base / tilt)
+-- `ln(1 / eps) / theta` of a tilt, rounded up.
+local function margin(base, tilt, rare)
+  return math.ceil(SCALE * rare * base / tilt)
+end
+
+-- What the points of each tilt may add up to at most.
+local function rooms(room, base, rare)
+  return room - margin(base, TILT_1, rare), room - margin(base, TILT_2, rare), room - margin(base, TILT_3, rare)
 end
 
 -- Whether what the calls there will hold stays below the limit with this one, in all likelihood.
@@ -61,9 +67,10 @@ function elastic.bound_holds(call, replica)
   else
     room = room - SCALE * call.blocks
   end
-  local first, second, third = room - margin(base, TILT_1), room - margin(base, TILT_2), room - margin(base, TILT_3)
+  local first, second, third = rooms(room, base, RARE)
   local sums = points(replica, replica.sums)
   for i = 1, POINTS, TILTS do
+    if i == NEAR * TILTS + 1 then first, second, third = rooms(room, base, FAR_RARE) end
     local a, b, c = sums[i], sums[i + 1], sums[i + 2]
     if path then a, b, c = a + path[i], b + path[i + 1], c + path[i + 2] end
     if a > first and b > second and c > third then return false end

@@ -6,7 +6,22 @@ from typing import Any
 import pytest
 
 from gateway.core.books import Call, FleetConfig, Replica, ReplicaConfig
-from gateway.core.elastic import ELASTIC, GUARANTEED, SCALE, SHARED, SUM_MAX, Path, flat, margins, pack
+from gateway.core.elastic import (
+    ELASTIC,
+    EPS,
+    FAR_EPS,
+    GUARANTEED,
+    NEAR,
+    POINTS,
+    SCALE,
+    SHARED,
+    SUM_MAX,
+    TILTS,
+    Path,
+    flat,
+    margins,
+    pack,
+)
 from tests.conformance.twin import IN_FULL, Op, Twin
 
 OWNER, OTHER = "o0", "o1"
@@ -95,6 +110,19 @@ def test_the_bound_is_exact(store_client: Client, over: int, answer: str) -> Non
     fleet = Fleet(store_client, ELASTIC)
     fleet.run(90, *later(40 * SCALE))
     assert fleet.step(fleet.admit(90, *later(60 * SCALE - BESIDE + over)))[0][0] == answer
+
+
+@pytest.mark.parametrize("horizon", range(POINTS // len(TILTS)))
+@pytest.mark.parametrize(("over", "answer"), [(0, "grant"), (1, "ticket")])
+def test_far_horizons_may_fall_short_more_often(
+    store_client: Client, horizon: int, over: int, answer: str
+) -> None:
+    """Each alone, at the smallest part of a block."""
+    fleet, tilts = Fleet(store_client, ELASTIC), len(TILTS)
+    fleet.run(90, *later(40 * SCALE))
+    point = 60 * SCALE - min(margins(BASE, EPS if horizon < NEAR else FAR_EPS)) + over
+    path = [point if at // tilts == horizon else 0 for at in range(POINTS)]
+    assert fleet.step(fleet.admit(90, *later(*path)))[0][0] == answer
 
 
 def test_one_tilt_is_enough_at_each_horizon(store_client: Client) -> None:

@@ -11,7 +11,10 @@ from hypothesis.strategies import DrawFn
 from gateway.core.books import Books, Call, FleetConfig, Key, ReplicaConfig
 from gateway.core.elastic import (
     ELASTIC,
+    EPS,
+    FAR_EPS,
     GUARANTEED,
+    NEAR,
     POINTS,
     SCALE,
     SHARED,
@@ -241,11 +244,15 @@ def edges(world: World) -> list[int]:
     found = set[int]()
     for replica in world.books.replicas.values():
         if replica.elastic:
-            sums, beside = replica.points(), margins(replica.base)
+            sums, tilts = replica.points(), len(TILTS)
             room = (replica.limit - replica.assured) * SCALE
-            horizons = range(0, POINTS, len(TILTS))
-            left = [max(room - b - s for s, b in zip(sums[at:], beside, strict=False)) for at in horizons]
-            found |= {min(left) + off for off in (-1, 0, 1)}
+            for eps, horizons in ((EPS, range(NEAR)), (FAR_EPS, range(NEAR, POINTS // tilts))):
+                beside = margins(replica.base, eps)
+                left = [
+                    max(room - b - s for s, b in zip(sums[at * tilts :], beside, strict=False))
+                    for at in horizons
+                ]
+                found |= {min(left) + off for off in (-1, 0, 1)}
     return sorted(point for point in found if 0 <= point <= SUM_MAX)
 
 

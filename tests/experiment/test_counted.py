@@ -27,6 +27,7 @@ class Twin:
         self.told: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
         self.counted = Counted(config, lambda served, outputs: self._hear(0, served, outputs))
         self.mocked = Mocked(config, lambda served, outputs: self._hear(1, served, outputs))
+        self.served: tuple[list[Served], list[Served]] = ([], [])
         self._chance = random.Random(seed)
         self._number = 0
 
@@ -36,8 +37,9 @@ class Twin:
 
     def add(self, prompt: int, output: int) -> None:
         self._number += 1
-        for engine in (self.counted, self.mocked):
-            engine.add(Served(self._number, prompt, output))
+        for engine, served in zip((self.counted, self.mocked), self.served, strict=True):
+            served.append(Served(self._number, prompt, output))
+            engine.add(served[-1])
 
     def step(self) -> bool:
         """False when nothing moved."""
@@ -51,7 +53,18 @@ class Twin:
         self.told[1].clear()
         for name in ("used", "preemptions", "recomputed_tokens", "generated_tokens", "waits"):
             assert getattr(self.counted, name) == getattr(self.mocked, name), name
+        self._compare_calls()
         return durations[0] > 0
+
+    def _compare_calls(self) -> None:
+        """Who runs and waits, in order; what each has computed, and how often it was preempted."""
+        engine = self.mocked.engine
+        assert [served.call for served in self.counted.running] == [int(s.request_id) for s in engine.running]
+        assert [served.call for served in self.counted.waiting] == [int(s.request_id) for s in engine.waiting]
+        for served, sequence in zip(self.counted.running, engine.running, strict=True):
+            assert self.counted.computed_of(served) == sequence.computed
+        one, other = self.served
+        assert [served.preemptions for served in one] == [served.preemptions for served in other]
 
 
 @pytest.mark.parametrize("watermark", [0.0, 0.05, 0.3])

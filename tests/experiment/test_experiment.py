@@ -18,6 +18,7 @@ from benchmarks.experiment.traces import TRACES
 from benchmarks.experiment.world import World
 from gateway.core import elastic
 from gateway.ledger.embedded import EmbeddedStore
+from gateway.mock.engine import Engine, Request, Sizes
 from tests.repo.files import ROOT
 
 SHORT = cells.Case("generous", 2_000, 57, 2_500, others=800, arriving=0, shift=0)
@@ -60,6 +61,35 @@ def test_every_call_fits_the_smallest_replica_that_its_trace_is_played_on(trace:
     for call in (next(calls) for _ in range(20_000)):
         assert 1 <= call.output_tokens <= call.limit
         assert call.blocks <= smallest
+
+
+def test_a_session_sends_again_what_was_said_and_the_engine_still_has_it() -> None:
+    """Its prompts grow and fit the smallest replica, and but for what is new they are found in the prefix cache, the
+    answers too."""
+    smallest = min(case.blocks for case in cells.CASES if case.trace == cells.AGENTS)
+    sessions = traces.sessions(3)
+    for session in (next(sessions) for _ in range(20)):
+        engine, before = Engine(replace(cells.ENGINE, blocks=smallest + 1)), 0
+        for call in session:
+            assert call.prompt_tokens > before
+            assert call.blocks <= smallest
+            hits = engine.prefix_hits
+            sizes = Sizes(call.prompt_tokens, call.output_tokens, call.content)
+            engine.add(Request(str(call.number), (sizes,)))
+            while not engine.step().idle:
+                pass
+            assert before - traces.BLOCK_SIZE <= engine.prefix_hits - hits <= call.prompt_tokens
+            before = call.prompt_tokens + call.output_tokens - 1
+
+
+def test_who_thinks_goes_on_later() -> None:
+    """One client: between an answer and the next turn nothing runs."""
+    config = replace(cells.ENGINE, blocks=2_201)
+    found = World(config, None, shared_prompts=True).session_loop(traces.sessions(1), 1, 30)
+    busy = sum(found.ttfts)
+    assert found.calls == 30
+    assert found.seconds > 29 * traces.THINK_SECONDS + busy
+    assert found.running < 1
 
 
 def test_traces_are_what_they_say() -> None:

@@ -18,6 +18,10 @@ SLOW_TOKEN_SECONDS = (0.3, 1.2)
 """Of a few calls, so that some streams outlive a lease."""
 SLOW_SHARE = 0.15
 OUTPUT_TOKENS_MAX = 24
+TOKENS_AN_EVENT = (1, 8, 20)
+"""Of streams that tell their usage in each event, so that some grow."""
+UNTOLD_SHARE = 0.05
+"""Of these, that leave it out once."""
 TROUBLES = ("status", "first event", "no choice", "reset early", "reset late", "hang early", "hang late")
 
 
@@ -108,12 +112,15 @@ class EngineConnection(asyncio.Protocol):
             return self._write(whole(pick.choice([500, 503]), b'{"error": {"message": "no"}}'))
         tokens = pick.randint(1, min(body["max_tokens"], OUTPUT_TOKENS_MAX))
         if body["stream"]:
-            await self._stream(prompt, tokens, trouble)
+            meter = None
+            if body.get("stream_options", {}).get("continuous_usage_stats"):
+                meter = Meter(prompt, body["max_tokens"], pick)
+            await self._stream(prompt, tokens, trouble, meter)
         else:
             await self._wait(tokens * sum(TOKEN_SECONDS) / 2)
             self._write(whole(200, json.dumps(answer(prompt, tokens)).encode()))
 
-    async def _stream(self, prompt: int, tokens: int, trouble: str) -> None:
+    async def _stream(self, prompt: int, tokens: int, trouble: str, meter: "Meter | None") -> None:
         pick = self._engine.random
         pace = SLOW_TOKEN_SECONDS if pick.random() < SLOW_SHARE else TOKEN_SECONDS
         self._write(STREAM_HEAD)
@@ -126,15 +133,38 @@ class EngineConnection(asyncio.Protocol):
                 if trouble == "hang late":
                     await asyncio.Event().wait()
                 return self._reset()
-            self._write(chunk(event("x", "length" if number == tokens - 1 else None)))
+            told = event("x", "length" if number == tokens - 1 else None)
+            if meter is not None:
+                told = meter.told(event("x", "stop" if number == tokens - 1 else None), number + 1)
+            self._write(chunk(told))
             await self._wait(pick.uniform(*pace))
-        frame = {**answer(prompt, tokens), "choices": []}
+        frame = {**answer(prompt, tokens if meter is None else meter.written(tokens)), "choices": []}
         self._write(chunk(b"data: " + json.dumps(frame).encode() + b"\n\n" + DONE), LAST_CHUNK)
 
     async def _wait(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
         while self._engine.hangs:
             await asyncio.sleep(0.05)
+
+
+class Meter:
+    """What a stream tells of itself in each event."""
+
+    def __init__(self, prompt: int, tokens_max: int, pick: random.Random) -> None:
+        self._prompt = prompt
+        self._tokens_max = tokens_max
+        self._stride = pick.choice(TOKENS_AN_EVENT)
+        self._untold = pick.randint(1, OUTPUT_TOKENS_MAX) if pick.random() < UNTOLD_SHARE else 0
+
+    def written(self, number: int) -> int:
+        """Tokens after so many events."""
+        return min(number * self._stride, self._tokens_max)
+
+    def told(self, frame: bytes, number: int) -> bytes:
+        if number == self._untold:
+            return frame
+        usage = json.dumps(answer(self._prompt, self.written(number))["usage"]).encode()
+        return frame.removesuffix(b"}\n\n") + b',"usage":' + usage + b"}\n\n"
 
 
 def prompt_tokens(body: dict[str, Any]) -> int:

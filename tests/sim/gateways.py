@@ -12,6 +12,7 @@ from gateway.call import Fleet
 from gateway.core.books import FleetConfig
 from gateway.core.events import Event as Fact
 from gateway.core.lifecycle import Event
+from gateway.core.modes import Mode
 from gateway.flow import Flow
 from gateway.http.auth import Callers, Key, Keyring
 from gateway.http.proxy import Calls, ClassTerms, EdgeSettings, Proxy
@@ -128,8 +129,9 @@ class Gateway:
 
     def __init__(
         self, name: str, engines: Sequence[Engine], runs: Runs, observe: Callable[["Gateway", Fact], None],
-        seed: str, queue_max: int, on_lease_lost: str, loop: VirtualLoop,
+        seed: str, queue_max: int, on_lease_lost: str, loop: VirtualLoop, metered: bool,
     ) -> None:  # fmt: skip
+        """`metered`: its calls grow by what their engines report, in pools of which all engines have one mode."""
         self.name = name
         self.process = Process(name)
         self.calls = Calls()
@@ -140,14 +142,14 @@ class Gateway:
         self._engines = engines
         self._observe = observe
         self._watch = Watch(engines)
-        self._known = WatchedEngines(_plan(engines), self._watch)  # type: ignore[arg-type]
+        self._known = WatchedEngines(_plan(engines, metered), self._watch)  # type: ignore[arg-type]
         self._tasks: list[asyncio.Task[Any]] = []
         self._loop = loop
         self.ledger = Ledger(
             URL, FLEET, self._books_config, HoldLimits(HOLD_SECONDS, 64, 1 << 26), self.observe, loop.time,
             keep_lost=on_lease_lost == "keep",
         )  # fmt: skip
-        self.ledger.growth = Growth(engines, seed)
+        self.ledger.growth = Growth(engines, seed, metered)
         self.client = Client(self, runs)
         self.app = self._edge(random.Random(seed), queue_max)
 
@@ -236,7 +238,7 @@ class Gateway:
         await self.end()
 
 
-def _plan(engines: Sequence[Engine]) -> FleetPlan:
+def _plan(engines: Sequence[Engine], metered: bool) -> FleetPlan:
     pools = tuple(dict.fromkeys(engine.pool for engine in engines))
     lanes: Mapping[str, tuple[str, ...]] = {"short": pools, "long": ("long",)}
     return FleetPlan(
@@ -253,6 +255,7 @@ def _plan(engines: Sequence[Engine]) -> FleetPlan:
         safe_fraction=1.0,
         overtake_blocks=None,
         pools=(("short", SHORT_TOKENS_MAX), ("long", None)),
+        modes={engine.pool: Mode(engine.mode) for engine in engines} if metered else {},
         lanes=lanes,
         classes=(("high", 0), ("normal", 200), ("low", 100)),
         lease_ms=LEASE_MS,

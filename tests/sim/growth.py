@@ -1,7 +1,8 @@
 """Calls that are charged by their paths: what each asks for, and how it grows while it runs.
 
-The growth is the world's own, by dice, so that it comes at any moment and faster than the short answers of its engines
-would: what the ledger makes of it is judged, not whether it was foreseen well.
+In some worlds the product does that, with the tokens that its engines report.  In the others growth is the world's own,
+by dice, so that it comes at any moment and faster than short answers would: what the ledger makes of it is judged, not
+whether it was foreseen well.
 """
 
 import asyncio
@@ -33,9 +34,11 @@ def survival(written: int) -> float:
 class Growth:
     """Of one process."""
 
-    def __init__(self, engines: Sequence[Engine], seed: str) -> None:
+    def __init__(self, engines: Sequence[Engine], seed: str, metered: bool) -> None:
+        """`metered`: by what the engines report; nothing is diced."""
         self._random = random.Random(f"growth {seed}")
-        self._bases = [base_of(engine.blocks - 1) for engine in engines if engine.mode != GUARANTEED]
+        elastic = [] if metered else [engine for engine in engines if engine.mode != GUARANTEED]
+        self._bases = [base_of(engine.blocks - 1) for engine in elastic]
         self._keeps_promise = any(engine.mode != ELASTIC for engine in engines if engine.pool == "long")
         """Some replica that every lane may use."""
         self._written: dict[str, int] = {}

@@ -25,6 +25,8 @@ FAULTS_SECONDS = 8.0
 """Faults begin within this time, so that calm comes while there still is load."""
 QUIET_SECONDS = 2 * LEASE_MS / 1000 + 2
 TROUBLE_SHARES = (0.0, 0.05, 0.3)
+METERED_SHARE = 0.4
+"""Of worlds, in which calls grow by what their engines report, as in the product."""
 LINES_MAX = 200_000
 
 
@@ -63,6 +65,11 @@ class World:
         possible = modes.choice(MODES)
         for engine in self.engines:
             engine.mode = modes.choice(possible)
+        self._metered = modes.random() < METERED_SHARE
+        if self._metered:
+            of_pools = {engine.pool: modes.choice(possible) for engine in self.engines}
+            for engine in self.engines:
+                engine.mode = of_pools[engine.pool]
         share = pick.choice(TROUBLE_SHARES)
         for engine in self.engines:
             engine.trouble_share = share
@@ -79,7 +86,7 @@ class World:
         number = len(self.gateways)
         gateway = Gateway(
             f"gateway{number}", self.engines, self.judge.began, self.judge.observe, f"gateway {number} {self._seed}",
-            self._queue_max, self._on_lease_lost, self.loop,
+            self._queue_max, self._on_lease_lost, self.loop, self._metered,
         )  # fmt: skip
         self.gateways.append(gateway)
         self.judge.add(gateway)

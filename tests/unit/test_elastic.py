@@ -11,11 +11,14 @@ from hypothesis import strategies as st
 
 from gateway.core import elastic
 from gateway.core.elastic import (
+    ALONE,
     CERTAIN,
     EPS,
+    FAR_EPS,
     GROWTH_PART,
     GROWTH_TOKENS_MIN,
     HORIZONS,
+    NEAR,
     POINTS,
     SCALE,
     TILTS,
@@ -108,29 +111,50 @@ def test_a_path_covers_what_is_expected_at_every_horizon_and_before_the_limit(
 ) -> None:
     written = min(written, limit)
     path, grown = path_of(prompt, limit, written, survival, BLOCK_SIZE, base), next_growth(written, limit)
-    alive = max(survival(written), 1e-300)
+    age = (written + grown) // 2
+    alive = max(survival(age), 1e-300)
     for time in (*HORIZONS, limit - written - 1):
         reached = bisect_right(HORIZONS, time)
         if written + time < limit and reached:
             blocks = blocks_at(prompt, min(grown + time, limit), BLOCK_SIZE, 0)
-            expected = blocks * min(survival(written + time) / alive, 1.0) * SCALE
+            expected = blocks * min(survival(min(age + time, limit - 1)) / alive, 1.0) * SCALE
             assert min(at(path, HORIZONS[reached - 1])) >= expected * (1 - 1e-9) - 1e-9
 
 
 @pytest.mark.parametrize("going", [0.3, 0.5, 0.89])
 def test_where_many_calls_go_to_a_limit_between_two_horizons_they_count_with_all_of_it(going: float) -> None:
     path = path_of(320, 4095, 0, lambda written: 1.0 if written < 2000 else going, BLOCK_SIZE, 4096)
-    assert min(at(path, 2048)) >= blocks_at(320, 4095, BLOCK_SIZE, 0) * going * SCALE
+    assert min(at(path, 3072)) >= blocks_at(320, 4095, BLOCK_SIZE, 0) * going * SCALE
     assert set(at(path, 4096)) == {0}
 
 
-def test_one_that_rarely_goes_far_counts_at_the_horizons() -> None:
-    """Else one call that may hold half of a small replica, once in hundreds, would close it for all others."""
-    path = path_of(800, 16_384, 0, lambda written: math.exp(-written / 800), BLOCK_SIZE, 2048)
-    blocks = blocks_at(800, 64 + 8192, BLOCK_SIZE, 0)
-    assert at(path, 8192) == tuple(
-        elastic._point(blocks, math.exp(-8192 / 800), tilt / 2048) for tilt in TILTS
-    )
+def figures(horizon: int, mean: float) -> tuple[int, ...]:
+    """Of a call with a prompt of 800 tokens that has written nothing, at one moment."""
+    share = math.exp(-(32 + horizon) / mean) / math.exp(-32 / mean)
+    blocks = blocks_at(800, 64 + horizon, BLOCK_SIZE, 0)
+    return tuple(elastic._point(blocks, share, tilt / 2048) for tilt in TILTS)
+
+
+@pytest.mark.parametrize("mean", [100, 800, 20_000])
+def test_near_horizons_stand_for_themselves_and_others_for_the_time_until_the_next(mean: float) -> None:
+    """A rare call that comes to hold half of a small replica between two of them would be at neither."""
+    path = path_of(800, 16_384, 0, lambda written: math.exp(-written / mean), BLOCK_SIZE, 2048)
+    for number, horizon in enumerate(HORIZONS[:-1]):
+        ends = figures(horizon, mean), figures(HORIZONS[number + 1], mean)
+        assert at(path, horizon) == (ends[0] if number < ALONE else tuple(map(max, *ends)))
+
+
+def test_a_path_has_the_age_half_way_to_the_next_growth() -> None:
+    """Of calls of 300 to 700 tokens: else it would be taken to stay at 400 until it tells more."""
+    written, grown = 400, 464
+
+    def survival(age: int) -> float:
+        return min(max((700 - age) / 400, 0.0), 1.0)
+
+    path = path_of(300, 4096, written, survival, BLOCK_SIZE, 2048)
+    share = survival(432 + 128) / survival(432)
+    blocks = blocks_at(300, grown + 128, BLOCK_SIZE, 0)
+    assert at(path, 128) == tuple(elastic._point(blocks, share, tilt / 2048) for tilt in TILTS)
 
 
 @given(PROMPTS, OUTPUTS, st.integers(0, 40_000), survivals(), BASES)
@@ -244,8 +268,8 @@ def test_what_many_calls_need_is_far_below_the_sum_of_their_demands() -> None:
 @pytest.mark.parametrize("over", range(POINTS // len(TILTS)))
 def test_one_horizon_without_room_refuses_and_one_tilt_is_enough(over: int) -> None:
     base, limit = 1024, 1000
-    room = [limit * SCALE - beside for beside in margins(base)]
-    full = room * len(HORIZONS)
+    near, far = ([limit * SCALE - beside for beside in margins(base, eps)] for eps in (EPS, FAR_EPS))
+    full = near * NEAR + far * (len(HORIZONS) - NEAR)
     nothing = (0,) * POINTS
     assert bound_holds(full, nothing, 0, limit, base)
     first = over * len(TILTS)
