@@ -87,7 +87,8 @@ class AnswerRelay:
 
     __slots__ = (
         "_all_gaps", "_at_once", "_call", "_first_at", "_first_token", "_gaps", "_headers", "_held", "_media_type",
-        "_meter", "_observer", "_opening", "_own_headers", "_send", "_status", "_stream", "_writer", "last_at", "rest_seconds",
+        "_meter", "_observer", "_opening", "_own_headers", "_send", "_status", "_stream", "_writer", "last_at",
+        "rest_seconds",
     )  # fmt: skip
 
     def __init__(
