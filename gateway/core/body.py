@@ -189,10 +189,10 @@ def is_given(members: Members, name: str) -> bool:
 
 def splice(body: bytes, edits: Sequence[Edit]) -> bytes:
     """`body` with the edits applied, which must not overlap; edits at one place keep their order."""
+    uncut = memoryview(body)
     if len(edits) == 1:
         ((start, end, text),) = edits
-        return b"".join((body[:start], text, body[end:]))
-    uncut = memoryview(body)
+        return b"".join((uncut[:start], text, uncut[end:]))
     pieces: list[bytes | memoryview] = []
     at = 0
     for start, end, text in sorted(edits, key=itemgetter(0)):
