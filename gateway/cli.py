@@ -257,7 +257,10 @@ def _books_to_verify(parsed: argparse.Namespace) -> tuple[str, Sequence[str]]:
         return parsed.store, [parsed.fleet]
     settings = load(parsed.config, os.environ)
     if settings.store.url == EMBEDDED:
-        raise ConfigError("store.url", "an embedded store is reached by --store unix://... and --fleet only")
+        raise ConfigError(
+            "store.url",
+            "an embedded store is reached by --store and --fleet only; the log of `kvgate serve` has its URL",
+        )
     names = [*(fleet.name for fleet in settings.fleets), ALL_FLEETS]
     if parsed.fleet is None:
         return settings.store.url, names

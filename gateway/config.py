@@ -434,7 +434,8 @@ def load_keys(path: Path, classes: Collection[str] | None, secretless: bool = Fa
     The file is a list of keys or `{keys: [...]}`.  An empty file means that no key is valid.
     `secretless`: an entry may do without a `sha256`.
     """
-    return parse_keys(text_of(path), path.name, classes, secretless)
+    text = text_of(path, f"`kvgate keys create NAME --file {path}` makes one")
+    return parse_keys(text, path.name, classes, secretless)
 
 
 def parse_keys(
@@ -538,10 +539,16 @@ def without_password(url: str) -> str:
 # Reading ----------------------------------------------------------------------------------------------------
 
 
-def text_of(path: Path) -> str:
-    """What a file holds, its line ends and its byte order mark included; raises ConfigError."""
+def text_of(path: Path, if_missing: str = "") -> str:
+    """What a file holds, its line ends and its byte order mark included.
+
+    Raises ConfigError, which says `if_missing` (what to do) of a file that is not there.
+    """
     try:
         return path.read_bytes().decode()
+    except FileNotFoundError as error:
+        advice = if_missing and f"; {if_missing}"
+        raise ConfigError(str(path), f"cannot be read: {error.strerror}{advice}") from None
     except OSError as error:
         raise ConfigError(str(path), f"cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:

@@ -71,7 +71,9 @@ class FleetDesk:
         if found:
             names = ", ".join(each.name for each in found)
             return _invalid("fleet", f"several fleets have a replica {_shown(replica)}, name one of {names}")
-        return Refusal(Code.NOT_FOUND, f"no fleet has a replica {_shown(replica)}", "replica")
+        return Refusal(
+            Code.NOT_FOUND, f"no fleet has a replica {_shown(replica)}; `kvgate status` lists them", "replica"
+        )
 
     def _no_fleet(self, name: Any) -> Refusal:
         return _invalid("fleet", f"there is no fleet {_shown(name)}, known are {', '.join(self._fleets)}")

@@ -123,7 +123,7 @@ def serve(
         if workers == 1:
             url = store.url if store else None
             source = _source(config, environ, url)
-            return _run_worker(_with_store(settings, url), secrets, listener, store, source)
+            return _run_worker(settings, secrets, listener, store, url, source)
         with workers_folder() as folder, asyncio.Runner() as runner:
             places = [Place(Path(folder), number, workers) for number in range(workers)]
             return runner.run(_supervise(config, store, listener, places, environ))
@@ -141,7 +141,7 @@ def serve_inherited(
     """One of several workers: the listening socket, the folder of its place and the embedded store are its parent's."""
     listener = socket.socket(fileno=descriptor)
     source = _source(config, environ, store_url)
-    return _run_worker(_with_store(settings, store_url), secrets, listener, None, source, place=place)
+    return _run_worker(settings, secrets, listener, None, store_url, source, place=place)
 
 
 def serve_demo(host: str, port: int, environ: Mapping[str, str]) -> int:
@@ -163,7 +163,7 @@ def serve_demo(host: str, port: int, environ: Mapping[str, str]) -> int:
             ready_line = _demo_ready_line(listener, key, token)
             url = store.url if store else None
             source = _source(config, own, url)
-            return _run_worker(_with_store(settings, url), secrets, listener, store, source, ready_line)
+            return _run_worker(settings, secrets, listener, store, url, source, ready_line)
 
 
 def _run_worker(
@@ -171,13 +171,17 @@ def _run_worker(
     secrets: Secrets,
     listener: socket.socket,
     store: EmbeddedStore | None,
+    store_url: str | None,
     source: Source,
     ready_line: str = "",
     place: Place | None = None,
 ) -> int:
+    """`store` where this process minds the embedded store; `store_url` wherever that is the store."""
     logs = Logs(settings.log.level, settings.log.format)
     try:
-        gateway = Gateway(settings, secrets, source, place)
+        if store_url is not None:
+            log.info("the embedded store is %s, for `kvgate verify --store`", store_url)
+        gateway = Gateway(_with_store(settings, store_url), secrets, source, place)
         server = GatewayServer(gateway, _server_config(gateway, settings), ready_line)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve_until_told(server, listener, store))

@@ -195,9 +195,7 @@ def host_of(url: str) -> str:
 
 
 def _not_allowed(field: str, host: str, count: int) -> str:
-    allowed = f"`media.hosts` of the model allows {count} hosts"
+    allowed = f"`media.hosts` of the model, which names {count} {'host' if count == 1 else 'hosts'}"
     if host == NO_HOST:
-        return f"`{field}` has to be a data: URL, or a plain http(s) URL of an allowed host; {allowed}."
-    return (
-        f"`{field}` names the host {shorten(host[:_HOST_CHARS_SHOWN])}, which is not among them; {allowed}."
-    )
+        return f"`{field}` has to be a data: URL, or a plain http(s) URL of a host in {allowed}."
+    return f"`{field}` names the host {shorten(host[:_HOST_CHARS_SHOWN])}, which is not in {allowed}."

