@@ -98,6 +98,27 @@ def test_documents_name_files_that_exist(name: str) -> None:
     assert [path for path in named if not (ROOT / path).exists()] == []
 
 
+def anchors(text: str) -> set[str]:
+    """As GitHub makes them of headings."""
+    headings = re.findall(
+        r"^#+ (.+)$", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE
+    )
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("name", [name for name in TEXTS if name.endswith(".md")])
+def test_links_lead_somewhere(name: str) -> None:
+    lost = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", text_of(name)):
+        path, _, anchor = link.partition("#")
+        if "://" in path:
+            continue
+        target = (ROOT / name).parent / path if path else ROOT / name
+        if not target.exists() or (anchor and anchor not in anchors(target.read_text())):
+            lost.append(link)
+    assert lost == []
+
+
 def test_constraints_name_versions_and_nothing_else() -> None:
     lines = text_of("constraints.txt").splitlines()
 

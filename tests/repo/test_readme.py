@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from gateway import config
 from gateway.config import load, load_keys
@@ -69,6 +70,15 @@ SECTIONS = {
     "limits.all_fleets.": config.AllFleetsLimits,
 }
 SETTINGS = [prefix + name for prefix, kind in SECTIONS.items() for name in kind.__struct_fields__]
+
+
+@pytest.mark.parametrize("text", re.findall(r"^```yaml\n(.*?)^```", CONFIGURATION, re.MULTILINE | re.DOTALL))
+def test_an_example_of_a_fleet_loads(tmp_path: Path, text: str) -> None:
+    """Also for a key that was promised `guaranteed`, which needs such a pool in every lane."""
+    fleet = {"model": "m", **yaml.safe_load(text)}
+    file = tmp_path / "kvgate.yaml"
+    file.write_text(yaml.safe_dump({"fleets": [fleet], "auth": {"required": False}}))
+    config.check_promises([config.KeyEntry(name="a", mode="guaranteed")], load(file, {}).fleets)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
