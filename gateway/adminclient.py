@@ -55,7 +55,16 @@ class AdminClient:
             raise AdminError(f"{self.url} does not answer as a gateway does (status {answer.status_code})")
         if answer.is_success:
             return told
-        raise AdminError(_refusal_of(told, answer.status_code))
+        raise AdminError(self._refusal_of(told, answer.status_code))
+
+    def _refusal_of(self, told: Mapping[str, Any], status: int) -> str:
+        error = told.get("error")
+        message = error.get("message") if isinstance(error, dict) else None
+        if status == 401:
+            return f"{TOKEN}: is not the admin token of the gateway at {self.url}"
+        if status == 404 and isinstance(error, dict) and error.get("param") is None:
+            return f"no admin API at {self.url}: the gateway needs the admin token in its own environment"
+        return str(message or f"the gateway refused (status {status})")
 
 
 def field(told: Mapping[str, Any], name: str) -> Any:
@@ -76,11 +85,3 @@ def _object_of(answer: httpx.Response) -> dict[str, Any] | None:
     except ValueError:
         return None
     return told if isinstance(told, dict) else None
-
-
-def _refusal_of(told: Mapping[str, Any], status: int) -> str:
-    error = told.get("error")
-    message = error.get("message") if isinstance(error, dict) else None
-    if status == 404 and isinstance(error, dict) and error.get("param") is None:
-        return "the gateway has no admin API at this address: it needs the admin token in its own environment"
-    return str(message or f"the gateway refused (status {status})")

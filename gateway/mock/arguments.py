@@ -85,12 +85,13 @@ def server_options(args: argparse.Namespace) -> Options:
 
 def _add_mock_arguments(group: "argparse._ArgumentGroup") -> None:
     group.add_argument("--engines", type=int, default=1, help="engines, on consecutive ports (default 1)")
-    group.add_argument("--step-base-ms", type=float, default=_DEFAULT.step_base_ms)
-    group.add_argument(
-        "--step-prefill-us", type=float, default=_DEFAULT.step_prefill_us, help="per prefill token"
-    )
-    group.add_argument("--step-running-us", type=float, default=_DEFAULT.step_running_us, help="per sequence")
-    group.add_argument("--step-kv-us", type=float, default=_DEFAULT.step_kv_us, help="per stored token")
+    for name, text in (
+        ("step_base_ms", "time of a step, whatever is in it"),
+        ("step_prefill_us", "and per prefill token"),
+        ("step_running_us", "and per sequence"),
+        ("step_kv_us", "and per stored token"),
+    ):
+        _add_number(group, name, text)
     group.add_argument(
         "--speed", type=float, default=1.0, help="divides step times; inf = no time (default 1)"
     )
@@ -110,12 +111,24 @@ def _add_mock_arguments(group: "argparse._ArgumentGroup") -> None:
     group.add_argument("--die-with-parent", action="store_true", help="end when the parent process ends")
 
 
+def _add_number(group: "argparse._ArgumentGroup", name: str, text: str) -> None:
+    """An option with the type and default of the mock's setting of that name."""
+    default = getattr(_DEFAULT, name)
+    flag = f"--{name.replace('_', '-')}"
+    group.add_argument(flag, type=type(default), default=default, help=f"{text} (default {default:g})")
+
+
 def _add_engine_arguments(group: "argparse._ArgumentGroup") -> None:
-    text = "num_gpu_blocks, null block included"
+    text = f"num_gpu_blocks, null block included (default {_DEFAULT.blocks})"
     group.add_argument("--blocks", "--num-gpu-blocks-override", type=int, default=_DEFAULT.blocks, help=text)
-    group.add_argument("--block-size", type=int, default=_DEFAULT.block_size, help="tokens per block")
-    for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "long_prefill_token_threshold"):
-        group.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(_DEFAULT, name))
+    for name, text in (
+        ("block_size", "tokens per block"),
+        ("max_model_len", "longest context, in tokens"),
+        ("max_num_seqs", "sequences that run at once"),
+        ("max_num_batched_tokens", "tokens of a step"),
+        ("long_prefill_token_threshold", "prefill tokens of one call in a step; 0 = no limit"),
+    ):
+        _add_number(group, name, text)
     for name in ("max_num_queued_reqs", "max_num_queued_tokens"):
         group.add_argument(
             f"--{name.replace('_', '-')}", type=int, default=0, help="503 beyond it; 0 = no limit (default)"
