@@ -24,7 +24,7 @@ from tests.vllm.engine import MODEL, SLOW_MACHINE, START_SECONDS, Vllm
 from tests.vllm.environment import place, ready_place
 from tests.vllm.mixed import CHAT, Callers, Mix
 from tests.vllm.test_mixed_load import cancelled_of, ended_calls, preempted
-from tests.vllm.traced import TRACES, Trace, TracedCall, Turn, play
+from tests.vllm.traced import TRACES, Trace, TracedCall, Turn, ask, play
 from tests.wire import Wire, post, soon
 
 CALLS = int(os.environ.get("KVGATE_VLLM_ELASTIC_CALLS", "2000"))
@@ -264,39 +264,57 @@ async def test_calls_that_grow_beside_those_that_do_not(trace: Trace, engine: Vl
     await soon(pool.gateway.is_quiet, "nothing is held")
 
 
-# -- a client that does not read ---------------------------------------------------------------------------------------
+# -- one long call -----------------------------------------------------------------------------------------------------
 
 SHORT = 100
 """Calls of a few tokens, from which it is learned that nobody writes much."""
-UNREAD_TOKENS = 3900
+LONG_TOKENS = 3900
 RUNNING, TOKENS = "vllm:num_requests_running", "vllm:generation_tokens_total"
 READ_BYTES = 1 << 12
 WRITING_SECONDS = 600.0
-TOLD = 20
-"""Tokens that are listed beside each one, so that events fill all buffers on the way to a client that does not read."""
+UNREAD = {"logprobs": True, "top_logprobs": 20}
+"""So much is told of each token that a client which does not read fills all buffers on the way to it."""
 
 
 @pytest.mark.parametrize("name", ["chat"])
-async def test_a_client_that_does_not_read(trace: Trace, engine: Vllm, new_world: World) -> None:
-    """The engine goes on writing, which nobody tells kvgate: the call holds all that it may come to need.
-
-    It is over when it is written, or on a slow machine after a minute, for which a client may read nothing.
+async def test_one_long_call_is_held_whether_its_client_reads_or_not(
+    trace: Trace, engine: Vllm, new_world: World
+) -> None:
+    """It grows with what its engine tells.  While its client does not read nobody tells kvgate how far it is, and it
+    holds all that it may come to need; it is over when it is written, or on a slow machine after a minute.
     """
     pool = Pool(engine, new_world)
     await soon(pool.is_up, "the engine is found")
-    short = [TracedCall(number, CHAT, "hi", None, 8 + number % 16, UNREAD_TOKENS) for number in range(SHORT)]
+    short = [TracedCall(number, CHAT, "hi", None, 8 + number % 16, LONG_TOKENS) for number in range(SHORT)]
     await through(pool, engine, trace, short, "short")
+    for reads in (True, False):
+        await soon(pool.gateway.is_quiet, "nothing is held")
+        before = engine.metric(TOKENS)
+        async with Watch(pool.gateway, {NAME: engine}, trace.usable_blocks) as watch:
+            await (read_all(pool) if reads else read_nothing(pool, engine))
+        found = shortfalls(watch.looks, [])
+        written = engine.metric(TOKENS) - before
+        print(f"{written:.0f} tokens {'read' if reads else 'unread'}; the ledger below the engine: {found}")
+        assert not [one for one in found if one.is_long]
     await soon(pool.gateway.is_quiet, "nothing is held")
-    body = TracedCall(0, CHAT, "hi", None, UNREAD_TOKENS, UNREAD_TOKENS).body("unread")
-    before = engine.metric(TOKENS)
+
+
+def long_call(pool: Pool, **more: Any) -> bytes:
+    body = TracedCall(0, CHAT, "hi", None, LONG_TOKENS, LONG_TOKENS).body("long")
+    return post(pool.gateway.key, body | more, CHAT, alone=True)
+
+
+async def read_all(pool: Pool) -> None:
+    told = await ask(pool.gateway.url, long_call(pool))
+    assert told.usage is not None
+    assert told.usage[1] == LONG_TOKENS
+
+
+async def read_nothing(pool: Pool, engine: Vllm) -> None:
+    """But one event, until the engine has nothing to do."""
     wire = await Wire.open(pool.gateway.url, limit=READ_BYTES)
-    async with Watch(pool.gateway, {NAME: engine}, trace.usable_blocks) as watch:
-        await wire.send(post(pool.gateway.key, body | {"logprobs": True, "top_logprobs": TOLD}, CHAT))
-        assert (await wire.head())[0] == 200
-        assert await wire.event()
-        await soon(lambda: not engine.metric(RUNNING), "it is written, or cut off", WRITING_SECONDS)
+    await wire.send(long_call(pool, **UNREAD))
+    assert (await wire.head())[0] == 200
+    assert await wire.event()
+    await soon(lambda: not engine.metric(RUNNING), "it is written, or cut off", WRITING_SECONDS)
     wire.reset()
-    found = shortfalls(watch.looks, [])
-    print(f"{engine.metric(TOKENS) - before:.0f} tokens unread; the ledger below the engine: {found}")
-    assert not [one for one in found if one.is_long]
-    await soon(pool.gateway.is_quiet, "nothing is held")
