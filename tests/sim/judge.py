@@ -392,7 +392,10 @@ class Judge:
                 )
 
     def _look_for_drift(self, gateway: Gateway) -> None:
-        """What a process has said that a call holds and may hold is what the store takes away with it."""
+        """What a process has said that a call holds and may hold is what the store takes away with it.
+
+        A call that grows fast may be told late again and again, each time with more.
+        """
         for ask in gateway.ledger._asks.values():
             call = self.store.books.calls.get(ask.id)
             if ask.phase is not Phase.RESERVED or call is None or not holds(call):
@@ -406,7 +409,7 @@ class Judge:
                 drifted,
                 PROMPT_SECONDS,
                 gateway,
-                f"says that {ask.id} holds something else than the store does",
+                f"says that {ask.id} holds {said[0]} blocks, and the store does not",
             )
             self.facts["charged by path"] += call.elastic
             self.facts["charged in full"] += not call.elastic
