@@ -55,7 +55,7 @@ def keys() -> list[Key]:
         Key("few", "normal", requests_max=2),
         Key("small", "high", blocks_max=40),
     ]
-    return [Key(k.name, k.class_, k.weight, requests_max=k.requests_max, blocks_max=k.blocks_max,
+    return [Key(k.name, k.class_, weight=k.weight, requests_max=k.requests_max, blocks_max=k.blocks_max,
                 digest=hashlib.sha256(f"kvg_{k.name}".encode()).digest()) for k in given]  # fmt: skip
 
 

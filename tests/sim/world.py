@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from unittest import mock
 
+from gateway.core.elastic import ELASTIC, SHARED
 from tests.sim.chaos import Chaos
 from tests.sim.clients import Crowd
 from tests.sim.engines import Engine
@@ -67,7 +68,7 @@ class World:
             engine.mode = modes.choice(possible)
         self._metered = modes.random() < METERED_SHARE
         if self._metered:
-            of_pools = {engine.pool: modes.choice(possible) for engine in self.engines}
+            of_pools = {engine.pool: modes.choice((ELASTIC, SHARED)) for engine in self.engines}
             for engine in self.engines:
                 engine.mode = of_pools[engine.pool]
         share = pick.choice(TROUBLE_SHARES)
