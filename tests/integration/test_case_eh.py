@@ -148,10 +148,10 @@ FAULTS = [
     "reset_before_headers",
     "reset_after_headers",
     "done_only",
-    "error_event",
     "status:500",
-    "status:503",
 ]
+BUSY = ["error_event", "status:503"]
+"""It says that it has no room, and there is no other one."""
 
 
 @pytest.mark.parametrize("path", OTHER_PATHS)
@@ -258,6 +258,12 @@ async def _all_events(wire: Wire) -> bytes:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_eh02_an_engine_that_fails(running: Running, fault: str, stream: bool) -> None:
     fails(running, fault, Code.UPSTREAM_ERROR, stream)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("fault", BUSY)
+def test_eh02_an_engine_without_room(running: Running, fault: str, stream: bool) -> None:
+    fails(running, fault, Code.NO_BACKEND, stream)
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
