@@ -179,9 +179,9 @@ def _run_worker(
     """`store` where this process minds the embedded store; `store_url` wherever that is the store."""
     logs = Logs(settings.log.level, settings.log.format)
     try:
+        gateway = Gateway(_with_store(settings, store_url), secrets, source, place)
         if store_url is not None:
             log.info("the embedded store is %s, for `kvgate verify --store`", store_url)
-        gateway = Gateway(_with_store(settings, store_url), secrets, source, place)
         server = GatewayServer(gateway, _server_config(gateway, settings), ready_line)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve_until_told(server, listener, store))

@@ -43,7 +43,7 @@ def demand_blocks(
     if share_prompt_of_n and len(prompts) == 1:
         shared = min((prompts[0] - 1) // shape.block_size, each[0])
         return shared + per_prompt * (each[0] - shared)
-    return per_prompt * (each[0] if len(each) == 1 else sum(each))
+    return per_prompt * sum(each)
 
 
 def inputs_blocks(prompts: Sequence[int], block_size: int) -> int:

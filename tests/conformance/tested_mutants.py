@@ -291,7 +291,7 @@ TESTED_MUTANTS: dict[str, TestedMutant] = {
     ),
     "a long prompt is counted before the store is asked": TestedMutant(
         "gateway/flow.py",
-        "if not (counting.suspended and ask):",
+        "if not counting.suspended or call.once:",
         "if True:",
         ("tests/flow/test_refusals.py",),
     ),

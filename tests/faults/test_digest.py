@@ -106,7 +106,7 @@ async def test_an_admit_in_flight_at_the_heartbeat_is_no_difference(path: str) -
         m = await w.join(proxy.url)
         proxy.reply_seconds = HEARTBEAT_MS * 0.3 / 1000
         beats = Beats(m)
-        calls = [asyncio.create_task(come_and_go(m, pause_ms / 1000)) for pause_ms in range(0, 50, 5)]
+        calls = [asyncio.create_task(come_and_go(m, pause_ms / 1000)) for pause_ms in range(0, 200, 7)]
         await eventually(lambda: beats.count >= 8)
         for call in calls:
             call.cancel()

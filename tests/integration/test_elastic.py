@@ -182,14 +182,14 @@ def test_in_a_shared_pool_only_elastic_calls_are_preempted(new_world: World) -> 
         with together(gateway, 20) as calls:
             assert {each.result(120) for each in calls} == {"stop"}
     mock.slow(30)  # until all are there
-    with ThreadPoolExecutor(12) as threads:
-        calls = [threads.submit(call, gateway, LIMIT) for _ in range(10)]
-        assert running(gateway, 10) == 10
+    with ThreadPoolExecutor(8) as threads:
+        calls = [threads.submit(call, gateway, LIMIT) for _ in range(6)]
+        assert running(gateway, 6) == 6
         calls += [threads.submit(call, gateway, LIMIT, key=promised) for _ in range(2)]
-        assert running(gateway, 12) == 12
+        assert running(gateway, 8) == 8
         mock.slow(0.1)
         assert {each.result(120) for each in calls} == {"length"}
-    told = mock.log()["requests"][-12:]
+    told = mock.log()["requests"][-8:]
     preempted = {call["body"].get("priority", 0) for call in told if call["preemptions"]}
     assert preempted == {YIELDING}
     wait_until(gateway.is_quiet, "nothing is held")
