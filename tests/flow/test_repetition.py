@@ -35,9 +35,12 @@ async def wait_in_queue(
     return visitor, visiting
 
 
-async def leave(visitor: Visitor, visiting: "asyncio.Task[Visitor]") -> None:
+async def leave(world: World, visitor: Visitor, visiting: "asyncio.Task[Visitor]") -> None:
+    """Of one that waits.  The store knows it, too, when this returns."""
+    before = (await world.ledger.state())["queue"]
     visitor.leave()
     await visiting
+    await world.queued(before - 1)
 
 
 async def test_a_client_that_gave_up_is_served_in_its_old_place(store_url: str) -> None:
@@ -50,7 +53,7 @@ async def test_a_client_that_gave_up_is_served_in_its_old_place(store_url: str) 
         release = await world.hold(11)
         given_up = await wait_in_queue(world)
         _, behind = await wait_in_queue(world, another)
-        await leave(*given_up)
+        await leave(world, *given_up)
         _, again = await wait_in_queue(world)
         release()
         await asyncio.gather(again, behind)
@@ -71,8 +74,8 @@ async def test_a_second_call_under_an_idempotency_key(store_url: str) -> None:
         reused = await world.visit(chat(max_tokens=101), headers=ONCE)
         assert error(reused) == (422, "idempotency_key_reused")
         assert (reused.header("retry-after"), reused.header("x-should-retry")) == (None, "false")
-        await leave(*first)
-        await leave(*await wait_in_queue(world, **ONCE))
+        await leave(world, *first)
+        await leave(world, *await wait_in_queue(world, **ONCE))
         release()
         await world.quiet()
 
@@ -99,7 +102,7 @@ async def test_a_long_call_under_an_idempotency_key(store_url: str, hashing: lis
         release = await world.hold(1000)
         first = await wait_in_queue(world, body, **ONCE)
         assert error(await world.visit(body, headers=ONCE)) == (409, "duplicate_in_progress")
-        await leave(*first)
+        await leave(world, *first)
         release()
         await world.quiet()
     assert hashing == [False, False]
@@ -112,10 +115,10 @@ async def test_nobody_hashes_a_body_in_advance(store_url: str, hashing: list[boo
         release = await world.hold(1000)
         given_up = await wait_in_queue(world)
         assert hashing == []
-        await leave(*given_up)
+        await leave(world, *given_up)
         assert hashing == [True]
         long = await wait_in_queue(world, chat(max_tokens=100, user="x" * 600_000))
-        await leave(*long)
+        await leave(world, *long)
         assert hashing == [True, False]
         release()
         assert (await world.visit(BODY)).status == 200
@@ -156,10 +159,10 @@ async def test_retries_too_many_are_not_queued(store_url: str) -> None:
             assert refused.header("retry-after")
             assert refused.header("x-kvgate-refused-by") is None
         waiting.append(await wait_in_queue(world, chat(max_tokens=51), **{"x-stainless-retry-count": "junk"}))
-        await leave(*given_up)
+        await leave(world, *given_up)
         waiting.append(await wait_in_queue(world, **retry))
         for one in waiting:
-            await leave(*one)
+            await leave(world, *one)
         release()
         await world.quiet()
 
@@ -172,9 +175,9 @@ async def test_a_retry_that_was_asked_for_is_queued(store_url: str) -> None:
         refused = await world.visit(chat(max_tokens=50))
         assert error(refused) == (429, "queue_full")
         assert "queue.depth_max" in refused.json["error"]["message"]
-        await leave(*retried)
+        await leave(world, *retried)
         retry = {"x-stainless-retry-count": "1"}
-        await leave(*await wait_in_queue(world, chat(max_tokens=50), **retry))
+        await leave(world, *await wait_in_queue(world, chat(max_tokens=50), **retry))
         unasked = await world.visit(chat(max_tokens=51), headers=retry)
         assert "queue.retry_share" in unasked.json["error"]["message"]
         release()
@@ -193,18 +196,18 @@ async def test_a_place_is_kept_for_a_retry_that_comes_when_it_was_told_to(
         waiting = [await wait_in_queue(world, chat(max_tokens=4000 + i)) for i in range(20)]
         told = await world.visit(chat(max_tokens=4050))
         assert error(told) == (429, "queue_full")
-        await leave(*waiting.pop())
+        await leave(world, *waiting.pop())
         retry = {"x-stainless-retry-count": "1"}
         early = await world.visit(chat(max_tokens=4050), headers=retry)
         assert error(early) == (429, "queue_full")
         now_ms += int(told.header("retry-after-ms") or "")
         for max_tokens in (4050, 4051):  # the second one by the appointment of the first that came too early
             waiting.append(await wait_in_queue(world, chat(max_tokens=max_tokens), **retry))
-            await leave(*waiting.pop(0))
+            await leave(world, *waiting.pop(0))
         another = await world.visit(chat(max_tokens=4052), headers=retry)
         assert "a tenth is kept" in another.json["error"]["message"]
         for one in waiting:
-            await leave(*one)
+            await leave(world, *one)
         release()
         await world.quiet()
 
