@@ -26,7 +26,7 @@ from gateway.core.events import Observer, Unmetered
 from gateway.core.growth import IN_FULL, Growth, start
 from gateway.core.headers import pinned, prompt_estimate
 from gateway.core.lifecycle import Action, Event, Step
-from gateway.core.modes import can_keep, yields
+from gateway.core.modes import can_keep, growing_yield
 from gateway.core.outcomes import Code, Refusal
 from gateway.core.prefill import PrefillTimes, wait_for_first_token_ms
 from gateway.core.prompt import PromptTokens
@@ -348,8 +348,8 @@ class Flow:
         call.meter = meter = self._meter(call, demand, grant, reservation)
         asked, grows = call.generation, meter is not None
         response_id = _response_id(call, replica) if asked.id_edit is not None else ""
-        ahead = grows and yields(engines.shape().mode_of(engines.pool(replica)), grows)
-        body = forward(asked, demand.output_tokens, response_id, grows, call.terms.cache_salt, ahead)
+        yields = grows and growing_yield(engines.shape().mode_of(engines.pool(replica)))
+        body = forward(asked, demand.output_tokens, response_id, grows, call.terms.cache_salt, yields)
         own = [*call.headers, *access.headers, prompt_estimate(demand.prompt_tokens)]
         headers = pinned(own, engines.rank(replica))
         request = UpstreamRequest(engines.url(replica), asked.path, headers, body, tls=access.tls)

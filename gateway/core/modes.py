@@ -20,9 +20,9 @@ PROMISES = (Mode.GUARANTEED, Mode.ELASTIC)
 """What a key or class may say; without a word it has what its pool does."""
 
 
-def yields(pool: Mode, grows: bool) -> bool:
-    """Whether a call there has to be preempted before others; `grows`: it holds less than its whole demand."""
-    return grows and pool is Mode.SHARED
+def growing_yield(pool: Mode) -> bool:
+    """Whether calls that grow have to be preempted there before those that hold all of their demand."""
+    return pool is Mode.SHARED
 
 
 def is_promised(asked: Mode | None) -> bool:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.core.modes import Mode, can_keep, is_elastic, yields
+from gateway.core.modes import Mode, can_keep, growing_yield, is_elastic
 
 G, E, S = Mode.GUARANTEED, Mode.ELASTIC, Mode.SHARED
 
@@ -28,6 +28,5 @@ def test_table(asked: Mode | None, pools: tuple[Mode, ...], elastic: bool, kept:
 
 
 @pytest.mark.parametrize("pool", Mode)
-@pytest.mark.parametrize("grows", [False, True])
-def test_who_may_fall_short_yields_where_others_hold_all(pool: Mode, grows: bool) -> None:
-    assert yields(pool, grows) == (grows and pool is S)
+def test_who_may_fall_short_yields_where_others_hold_all(pool: Mode) -> None:
+    assert growing_yield(pool) == (pool is S)
