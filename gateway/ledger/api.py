@@ -10,6 +10,7 @@ from gateway.core.forecast import Course, unseen
 from gateway.core.identity import Identity
 from gateway.core.outcomes import Refusal
 from gateway.core.quota import LIMITS, Charge, Left, Units
+from gateway.core.segments import Segment
 
 
 class Admission(msgspec.Struct, frozen=True):
@@ -65,6 +66,10 @@ class Admission(msgspec.Struct, frozen=True):
     """What it may hold later, as `elastic.pack` has it; empty: it is charged in full everywhere."""
     promised: bool = False
     """The guarantee was promised: it is charged in full, and runs on no replica whose mode is `elastic`."""
+    segments: tuple[Segment, ...] = ()
+    """How its prompt begins, from its start on: what of it a replica holds for others already is not charged again."""
+    prefer: tuple[str, ...] = ()
+    """Replicas that are likely to have its prompt's beginning in their cache."""
 
 
 class Grant(msgspec.Struct, frozen=True):
@@ -81,6 +86,8 @@ class Grant(msgspec.Struct, frozen=True):
     """Of its key's rate quotas, when it was admitted or got its ticket."""
     limited_ms: int = 0
     """Milliseconds before that, for its key's limits over all fleets."""
+    shared: int = 0
+    """Blocks of its prompt that others hold there, so that it was charged only for the rest."""
 
 
 class Reservation(Protocol):
