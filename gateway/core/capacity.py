@@ -16,6 +16,7 @@ Sizes are blocks, sequences and tokens; times are milliseconds of the ledger's c
 another left.
 """
 
+from hashlib import blake2b
 from typing import Protocol
 
 import msgspec
@@ -45,6 +46,9 @@ COLD_AGE_SECONDS = 120.0
 """Since the start of its process, while an engine is cold."""
 PREFILL_FLOOR = 4096
 """Prompt tokens: two steps of an engine as vLLM comes (`max_num_batched_tokens` 2,048), so that it never runs dry."""
+
+CACHE_BYTES = 6
+"""Of the number of a cache: Lua's integers have 53 bits."""
 
 
 class Budgets(msgspec.Struct, frozen=True):
@@ -82,6 +86,7 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Prompts and answers, since the process began."""
     started_at: float | None = None
     """Of the process, seconds since the epoch."""
+    prefix_caching: bool | None = None
 
     @property
     def kv_blocks(self) -> int | None:
@@ -123,6 +128,16 @@ class Learned(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     lowered_at: int | None = None
     preempted_at: int | None = None
     waited_at: int | None = None
+
+    @property
+    def cache(self) -> int:
+        """A number of its prefix cache, which another process of the engine does not have; 0 = nothing may be shared
+        there, as far as is known."""
+        if not self.engine.prefix_caching:
+            return 0
+        process = self.incarnation if self.engine.started_at is None else self.engine.started_at
+        text = f"{process}:{self.engine.num_gpu_blocks}"
+        return int.from_bytes(blake2b(text.encode(), digest_size=CACHE_BYTES).digest()) or 1
 
     @property
     def strangers_blocks(self) -> int:
@@ -237,7 +252,7 @@ def _remembering(before: Reading, after: Reading) -> Reading:
     """What tells processes apart is kept over a page that lacks it."""
     kept = {
         name: getattr(before, name)
-        for name in ("num_gpu_blocks", "started_at", "tokens", "preemptions")
+        for name in ("num_gpu_blocks", "started_at", "tokens", "preemptions", "prefix_caching")
         if getattr(after, name) is None
     }
     return msgspec.structs.replace(after, **kept)

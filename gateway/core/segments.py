@@ -3,7 +3,7 @@
 import msgspec
 
 
-class Segment(msgspec.Struct, frozen=True):
+class Segment(msgspec.Struct, frozen=True, array_like=True):
     """A piece of the KV cache that begins where the one before it ends; a prompt's first one begins at its start.
 
     Two prompts have a segment in common only where all that decides an engine's cache up to its end is the same: the

@@ -67,7 +67,10 @@ class Admission(msgspec.Struct, frozen=True):
     promised: bool = False
     """The guarantee was promised: it is charged in full, and runs on no replica whose mode is `elastic`."""
     segments: tuple[Segment, ...] = ()
-    """How its prompt begins, from its start on: what of it a replica holds for others already is not charged again."""
+    """How its prompt begins, from its start on: what of it a replica holds for others already is not charged again.
+    Together fewer blocks than `blocks`."""
+    block_size: int = 0
+    """Tokens of a block: with segments, and where a call whose prompt is not known yet may come to have some."""
     prefer: tuple[str, ...] = ()
     """Replicas that are likely to have its prompt's beginning in their cache."""
 
@@ -88,6 +91,8 @@ class Grant(msgspec.Struct, frozen=True):
     """Milliseconds before that, for its key's limits over all fleets."""
     shared: int = 0
     """Blocks of its prompt that others hold there, so that it was charged only for the rest."""
+    cache: int = 0
+    """Number of the engine's cache that they are in, for `distrust`; 0 where it asked for no sharing, or there is none."""
 
 
 class Reservation(Protocol):
@@ -108,7 +113,10 @@ class Reservation(Protocol):
         ...
 
     def first_token(self) -> None:
-        """The prompt has been computed: its share of the prefill budget is given back."""
+        """The prompt has been computed: its share of the prefill budget is given back, and its segments may be shared.
+
+        Also of calls whose `prefill` is 0.  A second call does nothing.
+        """
         ...
 
     def grow(self, held: int, base: int, path: bytes) -> None:
@@ -190,6 +198,11 @@ class Ledger(Protocol):
 
     async def observe(self, replica: str, up: bool) -> None:
         """Tell the fleet that a replica stopped or resumed answering."""
+        ...
+
+    async def distrust(self, replica: str, cache: int) -> None:
+        """Nothing more is shared there as long as the engine has that cache (`Grant.cache`): it holds less than it
+        should.  Who shares goes on as charged.  Without effect while the store is away."""
         ...
 
     async def shut(self, on: bool) -> Refusal | None:

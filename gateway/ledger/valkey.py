@@ -282,6 +282,9 @@ class ValkeyLedger:
     async def drain(self, replica: str, on: bool) -> Refusal | None:
         return await self._tell("rest", OPERATOR, replica, Why.DRAINED if on else "")
 
+    async def distrust(self, replica: str, cache: int) -> None:
+        await self._tell("distrust", replica, cache)
+
     async def shut(self, on: bool) -> Refusal | None:
         return await self._tell("shut", int(on))
 

@@ -35,6 +35,7 @@ _WANTED = frozenset(
         *(name for names in _NAMES.values() for name in names),
     )
 )
+_FLAGS = {"True": True, "False": False}
 _FIGURE_MAX = 2.0**53
 
 Lines = Sequence[tuple[Mapping[str, str], float | None]]
@@ -51,6 +52,7 @@ class CacheConfig:
     block_size: int | None
     cache_tokens: int | None = None
     """That its blocks hold; with several kinds of attention this is no product of the others."""
+    prefix_caching: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,7 @@ def read_page(text: str, rank: int | None = None) -> EnginePage:
             _blocks(labels.get("num_gpu_blocks")),
             _count(labels.get("block_size")),
             _count(labels.get("kv_cache_size_tokens")),
+            _FLAGS.get(labels.get("enable_prefix_caching", "")),
         )
         for labels, _ in samples.get(_CACHE_CONFIG, ())
     }
@@ -110,8 +113,10 @@ def _of_engine(lines: Lines, engine: str) -> Lines:
 def _reading(samples: Samples, configs: Mapping[str, CacheConfig]) -> Reading:
     sums = {figure: _sum(samples, names) for figure, names in _NAMES.items()}
     tokens = [sums[name] for name in ("prompt_tokens", "generation_tokens")]
+    config = next(iter(configs.values()), CacheConfig(None, None))
     return Reading(
-        num_gpu_blocks=next(iter(configs.values())).num_gpu_blocks if configs else None,
+        num_gpu_blocks=config.num_gpu_blocks,
+        prefix_caching=config.prefix_caching,
         kv_use=sums["kv_use"],
         preemptions=_whole(sums["preemptions"]),
         running=_whole(sums["running"]),

@@ -425,3 +425,29 @@ def test_waiting_alone_never_moves_blocks(steps: list[Any]) -> None:
         calm = says | {"preemptions": 7, "kv_use": 0.0}
         learned = learn(learned, clock, CONFIGURED, held, Reading(**calm), RULES)
         assert learned.budgets(CONFIGURED).blocks == CONFIGURED.blocks
+
+
+# -- the prefix cache ------------------------------------------------------------------------------------------------
+
+
+def test_a_cache_has_the_number_of_its_process(replica: Replica) -> None:
+    """Also as a gateway sees it that knows nothing of before; a page that says nothing changes nothing."""
+    replica.scrape(prefix_caching=True)
+    number = replica.seen[-1].cache
+    assert 0 < number < 2**53
+    replica.scrape(prefix_caching=None)
+    replica.scrape(prefix_caching=None)
+    assert replica.seen[-1].cache == number
+    assert Learned(engine=msgspec.structs.replace(ENGINE, prefix_caching=True), incarnation=9).cache == number
+    replica.scrape(prefix_caching=True, started_at=200.0)
+    assert replica.seen[-1].cache not in (0, number)
+
+
+@pytest.mark.parametrize("says", [None, False])
+def test_an_engine_without_prefix_caching_has_no_cache(says: bool | None) -> None:
+    assert Learned(engine=msgspec.structs.replace(ENGINE, prefix_caching=says)).cache == 0
+
+
+def test_a_process_that_does_not_tell_its_start_is_told_by_its_incarnation() -> None:
+    engine = Reading(num_gpu_blocks=1001, prefix_caching=True)
+    assert Learned(engine=engine, incarnation=1).cache != Learned(engine=engine, incarnation=2).cache

@@ -16,9 +16,10 @@ def recorded(name: str) -> str:
 
 def test_a_recorded_page_is_read() -> None:
     page = read_page(recorded("metrics_idle.txt"))
-    assert page.configs == {"0": CacheConfig(256, 32, 8192)}
+    assert page.configs == {"0": CacheConfig(256, 32, 8192, True)}
     assert page.reading == Reading(
         num_gpu_blocks=256,
+        prefix_caching=True,
         kv_use=0.0,
         preemptions=0,
         running=0,
