@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from benchmarks.experiment.cells import Case, Results, best_of
+from benchmarks.experiment.cells import Case, Results, part_of_best
 
 EPISODE_CALLS = 3_000
 """After a shift, and a start, in which calls may be preempted."""
@@ -56,7 +56,7 @@ def bounds(results: Results, case: Case, slack: float = 0.0) -> Iterator[Bound]:
     if elastic and (case.trace, case.blocks) in THROUGHPUT:
         least, most = THROUGHPUT[case.trace, case.blocks]
         calls = elastic["calls"]
-        part = elastic["tokens_per_second"] / best_of(results, case)["tokens_per_second"]
+        part = part_of_best(results, case, elastic)
         yield Bound(f"{case.name}: elastic throughput, of the best ungated", part, least - slack, calls=calls)
         yield Bound(
             f"{case.name}: elastic, preemptions in 10,000",

@@ -7,7 +7,17 @@ from pathlib import Path
 
 from benchmarks.experiment import traces
 from benchmarks.experiment.bounds import Bound, bounds
-from benchmarks.experiment.cells import CASES, GATES, SEED, Case, Figures, Results, best_of, world_of
+from benchmarks.experiment.cells import (
+    CASES,
+    GATES,
+    SEED,
+    Case,
+    Figures,
+    Results,
+    best_of,
+    part_of_best,
+    world_of,
+)
 from benchmarks.experiment.traces import Call
 from benchmarks.experiment.world import World
 from gateway.loadtest.plots import Box, Line, Mark, Plot, stacked
@@ -79,7 +89,7 @@ def _of_gates(
 
 def _throughput(results: Results) -> Iterator[list[str]]:
     def cell(case: Case, figures: Figures) -> str:
-        part = figures["tokens_per_second"] / best_of(results, case)["tokens_per_second"]
+        part = part_of_best(results, case, figures)
         return f"{part:.2f} / {_per_10k(figures)} / {figures['block_use']:.2f}"
 
     for case, cells in _of_gates(results, "closed", GATES, cell):
@@ -138,7 +148,7 @@ def _misread(results: Results) -> Iterator[list[str]]:
             name.removeprefix(prefix): figures for name, figures in results.items() if name.startswith(prefix)
         }
         for name, figures in found.items():
-            part = figures["tokens_per_second"] / best_of(results, case)["tokens_per_second"]
+            part = part_of_best(results, case, figures)
             yield [f"{_case(case)}: {name}", _per_10k(figures), f"{part:.2f}", f"{figures['calls']:,}"]
 
 

@@ -134,10 +134,22 @@ def test_a_figure_out_of_bounds_is_said_to_be() -> None:
     assert not Bound("", 1, most=0).holds
     elastic_run = {"tokens_per_second": 89.0, "preemptions": 1, "calls": 9_000, "first_preemptions": 1}
     results: dict[str, Any] = {
-        "generous 2000 sweep 50": {"tokens_per_second": 100.0},
+        "generous 2000 sweep 50": {"clients": 50, "tokens_per_second": 100.0},
         "generous 2000 closed elastic": elastic_run,
     }
     assert [bound.holds for bound in bounds(results, SHORT)] == [False, False, False]
+
+
+def test_a_run_is_compared_with_the_best_ungated_concurrency_on_the_same_calls() -> None:
+    """Of the sweep where those were not played."""
+    results: dict[str, Any] = {
+        "generous 2000 sweep 50": {"clients": 50, "asked": 800, "tokens_per_second": 100.0},
+        "generous 2000 sweep 60": {"clients": 60, "asked": 800, "tokens_per_second": 90.0},
+        "generous 2000 best 50": {"clients": 50, "asked": 2_500, "tokens_per_second": 80.0},
+    }
+    short, long = ({"asked": asked, "tokens_per_second": 72.0} for asked in (800, 2_500))
+    assert cells.part_of_best(results, SHORT, short) == pytest.approx(0.72)
+    assert cells.part_of_best(results, SHORT, long) == pytest.approx(0.9)
 
 
 def test_the_document_is_made_of_its_figures() -> None:
