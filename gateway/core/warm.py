@@ -1,0 +1,85 @@
+"""Which replicas are likely to have a prompt's beginning in their cache, and whether a cache holds what is expected."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+WARM_SECONDS = 300.0
+"""For which a replica is remembered.  Nobody says here what an engine has dropped meanwhile: where others need its
+blocks it is gone sooner, and then a call has come to a replica that was as good as any."""
+REPLICAS_MAX = 4
+"""Of one point: those that had it last."""
+GENERATION_POINTS_MAX = 1 << 14
+"""A point takes 300 bytes: 10 MB for both generations."""
+
+JUDGED_CALLS = 20
+"""A cache is judged by so many calls that were to find something in it."""
+SEEN_PART_MIN = 0.5
+"""Of the tokens that these were to find."""
+
+
+class _Visit(NamedTuple):
+    replica: str
+    at: float
+
+
+class WarmPlaces:
+    """Where calls ran lately, by the keys of their beginnings (`core/prefixes.py`).  Not for threads."""
+
+    def __init__(self, generation_max: int = GENERATION_POINTS_MAX) -> None:
+        self._young: dict[bytes, tuple[_Visit, ...]] = {}
+        self._old: dict[bytes, tuple[_Visit, ...]] = {}
+        self._generation_max = generation_max
+
+    def __len__(self) -> int:
+        return len(self._young) + len(self._old)
+
+    def note(self, keys: Sequence[bytes], replica: str, now: float) -> None:
+        """A call that begins so runs, or has run, there.  `now`: seconds of any clock."""
+        visit = _Visit(replica, now)
+        for key in keys:
+            others = [other for other in self._of(key) if other.replica != replica]
+            if len(self._young) >= self._generation_max and key not in self._young:
+                self._old, self._young = self._young, {}
+            self._young[key] = (visit, *others[: REPLICAS_MAX - 1])
+
+    def prefer(self, keys: Sequence[bytes], now: float) -> tuple[str, ...]:
+        """The replicas where lately a call ran that begins as this one does for longest, the last one first."""
+        for key in reversed(keys):
+            found = tuple(visit.replica for visit in self._of(key) if now - visit.at < WARM_SECONDS)
+            if found:
+                return found
+        return ()
+
+    def _of(self, key: bytes) -> tuple[_Visit, ...]:
+        return self._young.get(key) or self._old.get(key) or ()
+
+
+class _Sums(NamedTuple):
+    calls: int = 0
+    expected: int = 0
+    seen: int = 0
+
+
+class CacheTrust:
+    """Whether replicas have in their caches what calls that share it say; of those that tell."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, _Sums] = {}
+
+    def note(self, replica: str, expected: int, seen: int) -> bool:
+        """A call that was to find `expected` tokens there has found `seen`; True = the cache is not what it should be.
+
+        JUDGED_CALLS calls are judged together, and then the next ones: who finds more than expected makes up for
+        nobody.
+        """
+        sums = self._sums.get(replica, _Sums())
+        sums = _Sums(sums.calls + 1, sums.expected + expected, sums.seen + min(seen, expected))
+        if sums.calls < JUDGED_CALLS:
+            self._sums[replica] = sums
+            return False
+        self._sums.pop(replica, None)
+        return sums.seen < SEEN_PART_MIN * sums.expected
+
+    def forget(self, replica: str) -> None:
+        """It was started anew, or is gone."""
+        self._sums.pop(replica, None)

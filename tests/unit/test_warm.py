@@ -1,0 +1,82 @@
+"""Where a beginning is likely to be cached, and whether caches hold what is expected of them."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.core.warm import JUDGED_CALLS, REPLICAS_MAX, WARM_SECONDS, CacheTrust, WarmPlaces
+
+A, B, C = b"a", b"b", b"c"
+
+
+def test_the_longest_beginning_that_was_seen_decides() -> None:
+    warm = WarmPlaces()
+    warm.note([A], "x", 0.0)
+    warm.note([A, B], "y", 1.0)
+    assert warm.prefer([A, B, C], 2.0) == ("y",)
+    assert warm.prefer([A, C], 2.0) == ("y", "x")
+    assert warm.prefer([C], 2.0) == ()
+    assert warm.prefer([], 2.0) == ()
+
+
+def test_a_replica_is_named_once_and_the_last_one_first() -> None:
+    warm = WarmPlaces()
+    for at, replica in enumerate("xyxzx"):
+        warm.note([A], replica, float(at))
+    assert warm.prefer([A], 5.0) == ("x", "z", "y")
+
+
+def test_after_minutes_a_replica_is_as_good_as_any_other() -> None:
+    warm = WarmPlaces()
+    warm.note([A, B], "x", 0.0)
+    warm.note([A], "y", 10.0)
+    assert warm.prefer([A, B], WARM_SECONDS - 1) == ("x",)
+    assert warm.prefer([A, B], WARM_SECONDS + 1) == ("y",)
+    assert warm.prefer([A, B], WARM_SECONDS + 11) == ()
+
+
+@given(st.lists(st.tuples(st.binary(min_size=1, max_size=1), st.sampled_from("uvwxyz")), max_size=200))
+def test_what_is_remembered_is_bounded(visits: list[tuple[bytes, str]]) -> None:
+    warm = WarmPlaces(generation_max=5)
+    for at, (key, replica) in enumerate(visits):
+        warm.note([key], replica, float(at))
+        assert warm.prefer([key], float(at))[0] == replica
+        assert len(warm) <= 10
+        assert len(warm.prefer([key], float(at))) <= REPLICAS_MAX
+
+
+def test_what_is_asked_for_stays() -> None:
+    warm = WarmPlaces(generation_max=5)
+    for at in range(100):
+        warm.note([b"%d" % at, A], "x", float(at))
+    assert warm.prefer([A], 99.0) == ("x",)
+    assert warm.prefer([b"1"], 99.0) == ()
+
+
+def judged(trust: CacheTrust, part: float, calls: int = JUDGED_CALLS, replica: str = "x") -> list[bool]:
+    return [trust.note(replica, 1_000, round(1_000 * part)) for _ in range(calls)]
+
+
+def test_a_cache_that_holds_less_than_half_is_found_out_by_enough_calls() -> None:
+    assert judged(CacheTrust(), 0.49) == [False] * (JUDGED_CALLS - 1) + [True]
+    assert not any(judged(CacheTrust(), 0.5))
+    assert not any(judged(CacheTrust(), 0.0, JUDGED_CALLS - 1))
+
+
+def test_good_calls_before_do_not_cover_it_for_long() -> None:
+    trust = CacheTrust()
+    assert not any(judged(trust, 1.0, 1_000))
+    assert any(judged(trust, 0.0, 2 * JUDGED_CALLS))
+
+
+def test_who_finds_more_makes_up_for_nobody() -> None:
+    trust = CacheTrust()
+    found = [trust.note("x", 100, 10_000 if turn % 4 == 0 else 0) for turn in range(JUDGED_CALLS)]
+    assert found[-1]
+
+
+def test_replicas_are_judged_each_for_itself() -> None:
+    trust = CacheTrust()
+    assert not any(judged(trust, 0.0, JUDGED_CALLS - 1))
+    assert not trust.note("y", 1_000, 0)
+    trust.forget("x")
+    assert not trust.note("x", 1_000, 0)
