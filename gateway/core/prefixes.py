@@ -189,7 +189,7 @@ class SeenPoints:
         return found
 
     def _put(self, key: bytes, known: _Known) -> None:
-        if len(self._young) >= self._generation_max and key not in self._young:
+        if len(self._young) >= self._generation_max:
             self._old, self._young = self._young, {}
         self._young[key] = known
 

@@ -38,7 +38,7 @@ class WarmPlaces:
         visit = _Visit(replica, now)
         for key in keys:
             others = [other for other in self._of(key) if other.replica != replica]
-            if len(self._young) >= self._generation_max and key not in self._young:
+            if len(self._young) >= self._generation_max:
                 self._old, self._young = self._young, {}
             self._young[key] = (visit, *others[: REPLICAS_MAX - 1])
 

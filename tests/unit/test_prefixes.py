@@ -74,13 +74,16 @@ def test_a_prompt_without_a_token_has_no_block_to_share() -> None:
     assert points([], SIZE) == b""
 
 
-@given(st.lists(ALPHABET, max_size=80), st.lists(ALPHABET, max_size=80), st.integers(1, 4))
-def test_points_are_equal_exactly_where_all_before_them_is(a: list[int], b: list[int], size: int) -> None:
-    for at, (one, other) in enumerate(
-        zip(beginning(a, size=size).keys, beginning(b, size=size).keys, strict=False)
-    ):
+@given(st.lists(ALPHABET, max_size=80), st.dictionaries(st.integers(0, 79), ALPHABET), st.integers(1, 4))
+def test_points_are_equal_exactly_where_all_before_them_is(
+    a: list[int], changes: dict[int, int], size: int
+) -> None:
+    b = [changes.get(at, token) for at, token in enumerate(a)]
+    keys = beginning(a, size=size).keys
+    for at, (one, other) in enumerate(zip(keys, beginning(b, size=size).keys, strict=True)):
         end = GRID[at] * size
         assert (one == other) == (a[:end] == b[:end])
+    assert len(set(keys)) == len(keys)
 
 
 @pytest.mark.parametrize("wrong", [-1, 1 << 32])
