@@ -102,6 +102,8 @@ class Call:
     min_tokens: int = 0
     ignore_eos: bool = False
     priority: int = 0
+    reads_cache: bool = True
+    """Of the prefix cache."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -121,7 +123,7 @@ class Call:
         """The sequences to run; `output_tokens` is the server's own bound for calls that script none."""
         wanted = self.script.output_tokens or (None if self.ignore_eos else output_tokens)
         sizes = [
-            Sizes(prompt.tokens, self._length(wanted, limit), prompt.content)
+            Sizes(prompt.tokens, self._length(wanted, limit), prompt.content, self.reads_cache)
             for prompt, limit in zip(self.prompts, self.limits, strict=True)
         ]
         return tuple(size for size in sizes for _ in range(self.choices))
@@ -221,6 +223,7 @@ def resolved(
         min_tokens=_min_tokens(body, min(sizes)),
         ignore_eos=bool(body.get("ignore_eos")),
         priority=integer(body, "priority") or 0,
+        reads_cache=not _wants_prompt_logprobs(api, body, logprobs),
     )
 
 
@@ -294,6 +297,17 @@ def _min_tokens(body: Json, limit: int) -> int:
     if least > limit:
         raise Refusal(400, f"min_tokens must be less than or equal to max_tokens={limit}, got {least}.")
     return least
+
+
+def _wants_prompt_logprobs(api: Api, body: Json, logprobs: int | None) -> bool:
+    """vLLM computes all of such a prompt: what it has cached has no log probabilities (`SamplingParams`)."""
+    if api not in (Api.CHAT, Api.TEXT):
+        return False
+    if body.get("prompt_logprobs") is not None:
+        return True
+    if not body.get("echo"):
+        return False
+    return logprobs is not None if api is Api.TEXT else body.get("top_logprobs", 0) is not None
 
 
 def _chat_logprobs(body: Json) -> int | None:

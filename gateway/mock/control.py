@@ -20,6 +20,7 @@ from gateway.mock.bodies import Refusal, parse_object, read_integer, validation_
 from gateway.mock.driver import PAUSE_MODES, Driver
 from gateway.mock.exchange import Exchange
 from gateway.mock.faults import Fault, Kind
+from gateway.mock.fields import read_boolean
 
 EXIT_SECONDS = 0.04
 """Recorded from vLLM: so long after /health said 503 its server was gone."""
@@ -133,11 +134,20 @@ class Control:
         await exchange.json(200, {"world_size": self._driver.ranks})
 
     async def reset_prefix_cache(self, exchange: Exchange) -> None:
-        await exchange.json(200, {"success": self._driver.reset_prefix_cache()})
+        running = _asked_bool(exchange, "reset_running_requests")
+        success = self._driver.reset_prefix_cache(reset_running_requests=running)
+        await exchange.json(200, {"success": success})
 
 
 def _first(values: list[str], default: str) -> str:
     return values[0] if values else default
+
+
+def _asked_bool(exchange: Exchange, name: str) -> bool:
+    value, error = read_boolean(_first(exchange.query(name), "false"), f"query.{name}")
+    if error is not None:
+        raise validation_error([error])
+    return bool(value)
 
 
 def _asked_mode(exchange: Exchange) -> str:

@@ -151,8 +151,14 @@ class Driver:
         self.metrics.awake = True
         self.resume()
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached blocks; False when a rank could not, because blocks are held there."""
+    def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
+        """Forget all cached blocks; False when a rank could not, because blocks are held there.
+
+        `reset_running_requests`: what runs is preempted for it, and computes all of its tokens again.
+        """
+        if reset_running_requests:
+            for rank in self._ranks:
+                rank.preempt_all()
         done = [engine.reset_prefix_cache() for engine in self.engines]
         return all(done)
 

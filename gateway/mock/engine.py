@@ -11,8 +11,8 @@ What it keeps of a vLLM V1 engine (`vllm/v1/core/sched/scheduler.py`, `kv_cache_
   nothing from a running sequence;
 - a waiting sequence is admitted when all its known tokens would fit in free blocks, a place under `max_num_seqs`
   is free and the step has token budget left; beside running sequences the watermark must stay free too;
-- what the prefix cache has of a sequence is not computed again, except for its last token; cached blocks that nobody
-  holds count as free until then;
+- what the prefix cache has of a sequence is not computed again, except for its last token, and except for who wants
+  log probabilities of the prompt; cached blocks that nobody holds count as free until then;
 - blocks enter the prefix cache when the step that fills them is scheduled, so that sequences admitted in one step
   share; running sequences look nothing up;
 - prefill is chunked by the step's token budget, and by `long_prefill_token_threshold` while there is more than one
@@ -113,7 +113,7 @@ class Engine:
         return self.pool.reset()
 
     def preempt_all(self) -> None:
-        """Send every running sequence back to the queue; not while a step is open."""
+        """Send every running sequence back to the queue; of a step that is open they sample nothing."""
         while self.running:
             self._preempt(self.running[-1])
 
@@ -190,7 +190,7 @@ class Engine:
 
     def _find(self, sequence: Sequence) -> list[Block]:
         """What the prefix cache has of it; its last token is always computed, so that it can sample."""
-        if not sequence.findable:
+        if not (sequence.findable and sequence.sizes.reads_cache):
             return []
         size = self.config.block_size
         return self.pool.find(sequence.hash_blocks((sequence.known - 1) // size, size))
@@ -217,7 +217,7 @@ class Engine:
 
     def _count_lookup(self, sequence: Sequence) -> None:
         sequence.cached_tokens = sequence.computed
-        if self.config.enable_prefix_caching:
+        if self.config.enable_prefix_caching and sequence.sizes.reads_cache:
             self.prefix_queries += sequence.known
             self.prefix_hits += sequence.computed
 

@@ -161,7 +161,8 @@ def _coerced(
     return found, errors
 
 
-def _read_boolean(value: object, place: str) -> Read:
+def read_boolean(value: object, place: str) -> Read:
+    """A boolean in one of the forms that pydantic takes for one."""
     if not isinstance(value, int | float | str):
         return None, ("bool_type", place, _BOOLEAN, shown(value))
     word = value.lower() if isinstance(value, str) else f"{value:g}"
@@ -186,7 +187,7 @@ def _read_string(value: object, place: str) -> Read:
 
 
 _READERS: Mapping[Kind, Callable[[object, str], Read]] = {
-    bool: _read_boolean,
+    bool: read_boolean,
     int: read_integer,
     float: _read_number,
     str: _read_string,

@@ -6,7 +6,10 @@ As vLLM V1 does it (`vllm/v1/core/block_pool.py`, `kv_cache_utils.py` of 0.32.0)
   in it, also after its last holder has left; such a block counts as free;
 - who needs new blocks gets empty ones first, then the cached one that was left longest ago, which is forgotten then;
 - a sequence gives its blocks back from the last to the first, so of one sequence the tail is forgotten first;
-- two sequences that computed the same block at the same time keep one each: blocks are found, never merged.
+- blocks are found, never merged: where one was computed twice, the copy that was cached first is found as long as it
+  is not forgotten, whoever holds it.  Two copies come only of a sequence that looked a block up and did not find it
+  before another one cached it (both were in the middle of their prompts), that read nothing (prompt logprobs), or that
+  computed the block of its prompt's last token.
 """
 
 from collections import OrderedDict

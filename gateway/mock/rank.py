@@ -80,6 +80,13 @@ class Rank:
         self._frozen = self._clear_when_quiet = False
         self._work.set()
 
+    def preempt_all(self) -> None:
+        """Send every running sequence back to the queue."""
+        for sequence in self.engine.running:
+            self._streams[sequence.request_id].tracks[sequence.index].preemptions += 1
+        self.engine.preempt_all()
+        self._work.set()
+
     async def close(self) -> None:
         if self._task is not None:
             self._task.cancel()
@@ -115,9 +122,7 @@ class Rank:
         if not self._clear_when_quiet or (self.engine.running and not self._frozen):
             return
         self._clear_when_quiet = False
-        for sequence in self.engine.running:
-            self._streams[sequence.request_id].tracks[sequence.index].preemptions += 1
-        self.engine.preempt_all()
+        self.preempt_all()
         self.engine.reset_prefix_cache()
 
     def _see_scheduled(self, step: Step, now: float) -> None:

@@ -17,6 +17,8 @@ class Sizes:
     output_tokens: int
     prompt: Content = EMPTY
     """For prefix caching; a prompt that is not given shares nothing."""
+    reads_cache: bool = True
+    """False: all of its prompt is computed, though its blocks are cached for others."""
 
 
 @dataclass(frozen=True, slots=True)

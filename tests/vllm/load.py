@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from tests.vllm.engine import BLOCK_SIZE, MODEL
 from tests.wire import Wire, post
@@ -59,17 +60,27 @@ class Gate:
                 self._changed.notify_all()
 
 
-def call_of(size: Size, chance: random.Random, key: str = "none") -> bytes:
-    """A stream of random token ids, which nothing cached can match, that runs to its limit."""
+def ids(seed: int, count: int) -> list[int]:
+    """The same for one seed, and for another one different ones from the first on."""
+    return random.Random(seed).choices(IDS, k=count)
+
+
+def call_of(
+    size: Size, chance: random.Random, key: str = "none", beginning: Sequence[int] = (), **fields: Any
+) -> bytes:
+    """A stream of random token ids, which nothing cached can match, that runs to its limit.
+
+    `beginning`: of its prompt.
+    """
     body = {
         "model": MODEL,
-        "prompt": chance.choices(IDS, k=size.prompt_tokens),
+        "prompt": [*beginning, *chance.choices(IDS, k=size.prompt_tokens - len(beginning))],
         "max_tokens": size.output_tokens,
         "ignore_eos": True,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    return post(key, body)
+    return post(key, body | fields)
 
 
 async def send_all(
@@ -79,22 +90,26 @@ async def send_all(
     blocks_max: int | None = None,
     charged: int | None = None,
     key: str = "none",
+    beginning: Sequence[int] = (),
 ) -> Load:
-    """All calls at once, each read to its end; `blocks_max` gates them, each at its own or the `charged` blocks."""
+    """All calls at once, each read to its end; `blocks_max` gates them, each at its own or the `charged` blocks.
+
+    `beginning`: of all their prompts.
+    """
     chance = random.Random(len(sizes))
     gate = Gate(blocks_max)
     began = time.monotonic()
 
     async def one(size: Size, request: bytes) -> int:
         async with gate.room(charged or size.blocks):
-            return await _read(url, size, request)
+            return await read(url, size, request)
 
-    requests = [call_of(size, chance, key) for size in sizes]
+    requests = [call_of(size, chance, key, beginning) for size in sizes]
     events = await asyncio.gather(*map(one, sizes, requests))
     return Load(len(sizes), time.monotonic() - began, sum(events))
 
 
-async def _read(url: str, size: Size, request: bytes) -> int:
+async def read(url: str, size: Size, request: bytes) -> int:
     """The number of text events of a call that got all it asked for."""
     wire = await Wire.open(url)
     try:

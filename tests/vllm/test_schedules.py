@@ -1,5 +1,6 @@
 """The mock's scheduler meets the same fate as a real one: preemptions, exact fits, prefix hits, calls that leave."""
 
+import asyncio
 import random
 import time
 from collections.abc import Callable
@@ -11,12 +12,15 @@ from tests.processes import Mock
 from tests.vllm.answers import exchange
 from tests.vllm.asks import TEXT, Ask, text
 from tests.vllm.engine import BLOCK_SIZE, MODEL, TEST_SECONDS, USABLE_BLOCKS, Vllm
-from tests.vllm.load import IDS, Size, call_of, send_all
+from tests.vllm.load import IDS, Size, call_of, ids, read, send_all
 from tests.wire import Wire, soon
 
 pytestmark = pytest.mark.timeout(TEST_SECONDS)
 PREEMPTIONS = "vllm:num_preemptions_total"
+PREFIX_HITS = "vllm:prefix_cache_hits_total"
 KV_USAGE = "vllm:kv_cache_usage_perc"
+RUNNING = "vllm:num_requests_running"
+LOOK_SECONDS = 0.02
 STORM = [Size(256, 512)] * 40
 
 
@@ -27,8 +31,9 @@ class Engine(Protocol):
 
 
 @pytest.fixture(params=["vllm", "mock"])
-def engine(request: pytest.FixtureRequest, real: Vllm, mock: Mock) -> Engine:
-    return real if request.param == "vllm" else mock
+def engine(request: pytest.FixtureRequest) -> Engine:
+    found: Engine = request.getfixturevalue("real" if request.param == "vllm" else "mock")
+    return found
 
 
 async def preemptions(
@@ -97,7 +102,82 @@ def prefix_cases() -> list[tuple[str, dict[str, Any]]]:
         ("two choices", {"prompt": odd, "n": 2}),
         ("a known and a new prompt", {"prompt": [odd, other]}),
         ("a new and a known prompt", {"prompt": [other[: -BLOCK_SIZE - 1], odd]}),
+        ("log probabilities of its prompt", {"prompt": odd, "prompt_logprobs": 0}),
+        ("the same by echo", {"prompt": odd, "echo": True, "logprobs": 0}),
+        ("of its answer alone", {"prompt": odd, "logprobs": 0}),
+        ("echo without any", {"prompt": odd, "echo": True}),
     ]
+
+
+SHARED_BLOCKS = 32
+SHARED_TOKENS = SHARED_BLOCKS * BLOCK_SIZE
+TOGETHER = {2: 3039, 6: 1152, 24: 256}
+"""So many calls that begin alike, with outputs such that they fit with one copy of it and do not with two."""
+
+
+@pytest.mark.parametrize("calls", TOGETHER)
+async def test_calls_that_begin_alike_and_come_at_once_hold_one_copy_of_it(
+    engine: Engine, calls: int
+) -> None:
+    """Whoever is admitted in a step finds what another one is to compute in the same step."""
+    size = Size(SHARED_TOKENS + BLOCK_SIZE + 1, TOGETHER[calls])
+    together = SHARED_BLOCKS + calls * (size.blocks - SHARED_BLOCKS)
+    assert together <= USABLE_BLOCKS < together + SHARED_BLOCKS
+    before = engine.metric(PREEMPTIONS), engine.metric(PREFIX_HITS)
+    async with Peak(engine) as peak:
+        await send_all(engine.url, [size] * calls, beginning=ids(100 + calls, SHARED_TOKENS))
+    await soon(lambda: engine.metric(KV_USAGE) == 0, "all blocks are free")
+    print(f"{calls} calls: {peak.blocks} blocks seen, {together} at most")
+    assert engine.metric(PREEMPTIONS) == before[0]
+    assert engine.metric(PREFIX_HITS) - before[1] == (calls - 1) * SHARED_TOKENS
+    assert SHARED_BLOCKS < peak.blocks <= together
+
+
+async def test_a_cache_that_is_reset_under_calls_that_begin_alike(engine: Engine) -> None:
+    """Not while blocks are held, unless what runs may be preempted for it: then they share again."""
+    size, beginning = Size(SHARED_TOKENS + BLOCK_SIZE + 1, TOGETHER[2]), ids(99, SHARED_TOKENS)
+    before = engine.metric(PREEMPTIONS)
+    chance = random.Random(99)
+    running = [
+        asyncio.create_task(read(engine.url, size, call_of(size, chance, beginning=beginning)))
+        for _ in range(2)
+    ]
+    await soon(lambda: engine.metric(RUNNING) == 2, "both run")
+    assert reset(engine.url) is False
+    assert reset(engine.url, "?reset_running_requests=true") is True
+    await asyncio.gather(*running)
+    assert engine.metric(PREEMPTIONS) - before == 2
+    await soon(lambda: engine.metric(KV_USAGE) == 0, "all blocks are free")
+    assert reset(engine.url) is True
+    assert cached_tokens(engine.url, {"prompt": beginning}) == 0
+
+
+def reset(url: str, query: str = "") -> bool:
+    answer = exchange(url, Ask("reset", f"/reset_prefix_cache{query}"))
+    assert answer.status == 200, answer.body
+    return bool(answer.json()["success"])
+
+
+class Peak:
+    """The most blocks that an engine said to hold, looked at again and again while it is open."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.blocks = 0
+        self._engine = engine
+
+    async def __aenter__(self) -> "Peak":
+        self._task = asyncio.create_task(self._look())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+    async def _look(self) -> None:
+        while True:
+            usage = await asyncio.to_thread(self._engine.metric, KV_USAGE)
+            self.blocks = max(self.blocks, round(usage * USABLE_BLOCKS))
+            await asyncio.sleep(LOOK_SECONDS)
 
 
 def cached_tokens(url: str, body: dict[str, Any]) -> int:

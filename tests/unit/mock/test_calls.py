@@ -313,6 +313,35 @@ def test_refusals_of_options(fields: dict[str, Any], message: str) -> None:
     assert refusal(False, {"prompt": "a", **fields})["message"] == message
 
 
+@pytest.mark.parametrize(
+    ("fields", "reads"),
+    [
+        ({}, True),
+        ({"logprobs": True, "top_logprobs": 2}, True),
+        ({"prompt_logprobs": 0}, False),
+        ({"echo": True}, False),
+        ({"echo": True, "top_logprobs": None}, True),
+    ],
+)
+def test_chats_that_read_no_cache(fields: dict[str, Any], reads: bool) -> None:
+    call = chat(**fields)
+    assert (call.reads_cache, call.sequences(1)[0].reads_cache) == (reads, reads)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reads"),
+    [
+        ({}, True),
+        ({"logprobs": 2}, True),
+        ({"echo": True}, True),
+        ({"echo": True, "logprobs": 0}, False),
+        ({"prompt_logprobs": 0}, False),
+    ],
+)
+def test_texts_that_read_no_cache(fields: dict[str, Any], reads: bool) -> None:
+    assert text(**fields).reads_cache == reads
+
+
 def test_top_logprobs_need_logprobs() -> None:
     assert chat(logprobs=True, top_logprobs=2).logprobs == 2
     assert chat(logprobs=True).logprobs == 0

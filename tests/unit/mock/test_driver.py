@@ -357,6 +357,22 @@ def test_the_prefix_cache_is_emptied_only_when_nothing_is_held() -> None:
     play(story)
 
 
+def test_a_cache_that_is_emptied_under_running_calls_makes_them_compute_again_and_share_again() -> None:
+    async def story(driver: Driver) -> None:
+        first, second = (driver.submit(known("a", 13, 9)) for _ in range(2))
+        for stream in (first, second):
+            await stream.next()
+        assert driver.reset_prefix_cache(reset_running_requests=True)
+        assert driver.engine.blocks_used == 0
+        assert [len(await tokens_of(stream)) for stream in (first, second)] == [8, 8]
+        assert driver.engine.preemptions == 2
+        computed_again = 13 + 1  # the second found all of its prompt but the last token
+        assert driver.engine.recomputed_tokens == computed_again
+        assert first.tracks[0].preemptions == second.tracks[0].preemptions == 1
+
+    play(story)
+
+
 def test_a_call_tells_how_much_of_its_prompts_was_cached() -> None:
     async def story(driver: Driver) -> None:
         await tokens_of(driver.submit(known("a", 13, 1)))

@@ -367,6 +367,66 @@ def test_long_prompts_are_cut_smaller_beside_others() -> None:
     assert chunks == [{"a": 10, "b": 10}] * 3 + [{"a": 5, "b": 5}]
 
 
+def test_who_wants_log_probabilities_of_its_prompt_reads_nothing_but_is_read() -> None:
+    engine = Engine(CACHED)
+    telling = replace(talk(13, 9), reads_cache=False)
+    for name, sizes in (("a", talk(13, 9)), ("telling", telling), ("b", talk(13, 9))):
+        engine.add(Request(name, (sizes,)))
+    assert computed(engine.step()) == {"a": 13, "telling": 13, "b": 1}
+    assert (engine.prefix_queries, engine.prefix_hits) == (26, 12)
+    assert engine.blocks_used == 3 + 1 + 4 + 1
+    engine.abort("a")
+    engine.abort("b")
+    engine.reset_prefix_cache()
+    engine.add(Request("last", (talk(13, 9),)))
+    assert computed(engine.step()) == {"telling": 1, "last": 1}
+
+
+def test_calls_in_the_middle_of_one_prompt_keep_a_copy_each_and_the_first_one_is_found() -> None:
+    """Also after its holder has left: then there is one more copy than somebody counts who counts one for all."""
+    engine = Engine(replace(CACHED, long_prefill_token_threshold=4))
+    for name in ("a", "b"):
+        engine.add(Request(name, (talk(17, 9),)))
+    for _ in range(5):
+        engine.step()
+    held = {sequence.request_id: sequence.blocks for sequence in engine.running}
+    assert held["a"][0] is held["b"][0]
+    assert all(one is not other for one, other in zip(held["a"][1:4], held["b"][1:4], strict=True))
+    engine.abort("b")  # it was a chunk ahead, having found the first one
+    engine.add(Request("c", (talk(17, 9),)))
+    engine.step()
+    assert engine.running[-1].blocks[1] is held["b"][1]
+
+
+@given(
+    st.integers(12, 40),
+    st.sampled_from([3, 7, 100]),
+    st.lists(st.one_of(st.integers(1, 12), st.integers(-6, 0)), max_size=60),
+)
+@settings(max_examples=200, deadline=None)
+def test_calls_that_begin_alike_hold_one_copy_of_it(blocks: int, budget: int, ops: list[int]) -> None:
+    """Whenever they come and go, and whoever is preempted: what the books of shared prefixes rest on.
+
+    A positive number adds a call that has so many tokens of its own behind 13 that all share, a negative one lets one
+    of those there leave, 0 steps.
+    """
+    engine = Engine(EngineConfig(blocks=blocks, block_size=4, max_num_batched_tokens=budget))
+    common = [f"all.{number}" for number in range(13)]
+    for number, op in enumerate(ops):
+        if op > 0:
+            own = [f"{number}.{place}" for place in range(op)]
+            prompt = content([*common, *own], 4)
+            engine.add(Request(str(number), (Sizes(13 + op, 5, prompt),)))
+        elif op < 0:
+            here = sorted(engine.request_ids())
+            if here:
+                engine.abort(here[op % len(here)])
+        engine.step()
+        for place in range(3):
+            held = [sequence.blocks[place] for sequence in engine.running if len(sequence.blocks) > place]
+            assert len(set(held)) <= 1
+
+
 def test_a_part_of_a_call_keeps_its_numbers() -> None:
     engine = Engine(MEASURED)
     engine.add(Request("a", (Sizes(4, 1), Sizes(4, 1)), indexes=(1, 3)))
