@@ -2,8 +2,10 @@
 
 `gateway.mock.engine.Engine` touches every sequence in every step.  Here a step costs the same however many run: all
 that decode gain a token, and how many of them need a block next is known from their tokens modulo the block size.
-Only a step without enough free blocks is played out sequence by sequence.  `tests/experiment` compares both after
-every step.  First come, first served, no prefix cache, one sequence a call, prompts cut by the step's budget alone.
+Only in a step without enough free blocks those that lose theirs are looked at.  `tests/experiment` compares both
+after every step.  First come, first served, no prefix cache, one sequence a call, prompts cut by the step's budget
+alone: who was preempted waits before all that came later, so that those that run are in order of arrival, and only
+the last can have a prompt that is not yet computed.
 """
 
 from bisect import insort
@@ -30,7 +32,6 @@ class Served:
         "outputs",
         "preemptions",
         "prompt_tokens",
-        "running",
     )
 
     def __init__(self, call: Any, prompt_tokens: int, output_tokens: int) -> None:
@@ -46,7 +47,6 @@ class Served:
         """Tokens stored, while it does not decode."""
         self.computed_before = 0
         self.decoding = False
-        self.running = False
         self.born = 0
         """While it decodes: the step in which it would have sampled token 0, had every step given it one."""
         self.due = -1
@@ -73,7 +73,7 @@ class Counted:
         self.recomputed_tokens = 0
         self.generated_tokens = 0
         self.running: dict[Served, None] = {}
-        """In order of admission; at most the last one does not decode."""
+        """In order of arrival; at most the last one does not decode."""
         self.waiting: list[Served] = []
         """By arrival."""
         self._told = told
@@ -92,8 +92,6 @@ class Counted:
         self._arrivals = 0
         self._prefilled: list[tuple[Served, int]] = []
         """Of the open step: who gets how many tokens computed beside those that decode."""
-        self._late: list[Served] = []
-        """Of the open step: who would decode and gets nothing."""
 
     @property
     def waits(self) -> int:
@@ -112,23 +110,20 @@ class Counted:
 
     def schedule(self) -> float:
         self._prefilled = []
-        self._late = []
         partial, count = self._partial, 0
         budget = self.config.max_num_batched_tokens - self._decoding
-        missing = self._crossings[self._clock % self._block]
+        missing = self._missing()
         if partial is not None:
             count = min(partial.known - partial.computed, budget)
             missing += self._blocks(partial.computed + count) - self._blocks(partial.computed)
-        if missing > self._size - self.used:
-            budget, preempted = self._squeeze()
+        preempted = missing > self._size - self.used
+        if preempted:
+            self._squeeze()
         else:
             self.used += missing
-            budget -= count
             if partial is not None:
                 self._prefilled.append((partial, count))
-            preempted = False
-        if not preempted and self.waiting:
-            self._admit(budget)
+            self._admit(budget - count)
         return self._milliseconds() if self._decoding or self._prefilled or preempted else 0.0
 
     def complete(self) -> None:
@@ -139,16 +134,12 @@ class Counted:
         for served in self._due.pop(clock, ()):
             if served.due == clock:
                 self._tell(served, clock - served.born)
-        for served in self._late:
-            self._begin_decoding(served)
-            self._remind(served)
+        self._partial = None
         for served, count in self._prefilled:
             served.computed += count
             if served.computed < served.known:
                 self._partial = served
                 continue
-            if self._partial is served:
-                self._partial = None
             served.outputs += 1
             self.generated_tokens += 1
             self._begin_decoding(served)
@@ -162,7 +153,7 @@ class Counted:
         stored, tokens = self._stored + decoding, 0
         for served, count in self._prefilled:
             stored += served.computed + count
-            if count > 1 or not (served.outputs and served.known - served.computed == 1):
+            if not (served.outputs and served.known - served.computed == 1):
                 tokens += count
         microseconds = config.step_prefill_us * tokens + config.step_running_us * (
             decoding + len(self._prefilled)
@@ -181,7 +172,6 @@ class Counted:
                 return
             del waiting[0]
             self.recomputed_tokens += served.computed_before
-            served.running = True
             self.running[served] = None
             count = min(served.known, budget)
             self.used += self._blocks(count)
@@ -191,10 +181,9 @@ class Counted:
     # -- decoding -----------------------------------------------------------------------------------------------------
 
     def _begin_decoding(self, served: Served) -> None:
-        """It has just sampled."""
+        """It has just sampled: all that it knew is stored, but for that token."""
         served.decoding = True
         served.born = self._clock - served.outputs
-        served.computed = served.known - 1
         self._crossings[(self._clock - served.computed) % self._block] += 1
         self._decoding += 1
         self._stored += served.computed
@@ -224,54 +213,34 @@ class Counted:
 
     def _leave(self, served: Served, blocks: int) -> None:
         del self.running[served]
-        served.running = False
         self.used -= blocks
 
     # -- a step without enough free blocks ----------------------------------------------------------------------------
 
-    def _squeeze(self) -> tuple[int, bool]:
-        """As the mock does it, sequence by sequence: the budget left, and whether any was preempted."""
-        running, taken = list(self.running), dict[Served, tuple[int, int]]()
-        budget, position, preempted, out = self.config.max_num_batched_tokens, 0, False, False
-        while position < len(running) and budget > 0 and not out:
-            served = running[position]
-            count, missing = self._wanted(served, budget)
-            while missing > self._size - self.used and not out:
-                victim = max(running, key=_arrival)
-                back, blocks = taken.pop(victim, (0, 0))
-                budget += back
-                running.remove(victim)
-                self._preempt(victim, blocks)
-                preempted, out = True, victim is served
-            if not out:
-                position = running.index(served) + 1 if preempted else position + 1
-                self.used += missing
-                taken[served] = (count, missing)
-                budget -= count
-        self._late = [served for served in running if served.decoding and served not in taken]
-        for served in self._late:
-            self._end_decoding(served)
-        self._prefilled = [(served, count) for served, (count, _) in taken.items() if not served.decoding]
-        return budget, preempted
+    def _missing(self) -> int:
+        """Blocks that those that decode need in this step."""
+        return self._crossings[self._clock % self._block]
 
-    def _wanted(self, served: Served, budget: int) -> tuple[int, int]:
-        """Tokens, and blocks for them."""
-        if served.decoding:
-            return 1, int(self.computed_of(served) % self._block == 0)
-        count = min(served.known - served.computed, budget)
-        return count, self._blocks(served.computed + count) - self._blocks(served.computed)
+    def _squeeze(self) -> None:
+        """The youngest go until the others have what they need; nothing is admitted, and no prompt computed.
 
-    def _preempt(self, victim: Served, taken: int) -> None:
-        """`taken`: blocks that this step gave it already."""
+        The mock preempts the last that runs whenever one in its order finds no block, itself in the end: who stays is
+        the longest beginning of `running` whose needs are met.  One with a prompt to compute is the last.
+        """
+        if self._partial is not None:
+            self._preempt(self._partial)
+        while self._missing() > self._size - self.used:
+            self._preempt(next(reversed(self.running)))
+        self.used += self._missing()
+
+    def _preempt(self, victim: Served) -> None:
         if victim.decoding:
             self._end_decoding(victim)
-        self._leave(victim, self._blocks(victim.computed) + taken)
+        self._leave(victim, self._blocks(victim.computed))
         victim.computed_before = victim.computed
         victim.computed = 0
         victim.preemptions += 1
         self.preemptions += 1
-        if self._partial is victim:
-            self._partial = None
         insort(self.waiting, victim, key=_arrival)
 
 
