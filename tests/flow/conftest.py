@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 import pytest
 import uvloop
 
+from gateway import background
 from gateway.ledger.embedded import EmbeddedStore
 from tests.flow.world import soon
 
@@ -28,6 +29,13 @@ async def nothing_left_behind() -> AsyncIterator[None]:
     yield
     await soon(lambda: _other_tasks() <= tasks, "no task is left")
     await soon(lambda: _sockets() <= sockets, "no socket is left")
+
+
+@pytest.fixture
+def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine is asked about a response in the background every few milliseconds."""
+    monkeypatch.setattr(background, "POLL_SECONDS_MIN", 0.01)
+    monkeypatch.setattr(background, "POLL_SECONDS_MAX", 0.02)
 
 
 def _other_tasks() -> set["asyncio.Task[object]"]:

@@ -1,7 +1,6 @@
 """Responses in the background: their blocks are held as long as the engine works, whoever asks, leaves or fails."""
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -17,80 +16,31 @@ from gateway.ledger.api import Cut
 from gateway.mock.engine import EngineConfig
 from gateway.mock.options import Options
 from tests.flow.driver import Visitor
-from tests.flow.engines import Peer, RawEngine, mock_engine, raw_engine, whole
+from tests.flow.engines import Peer, mock_engine, whole
+from tests.flow.stored import BLOCKS, PATH, StoringEngine, following, held, listening
 from tests.flow.world import World, gateway, soon, soon_true
 
-PATH = "/v1/responses"
+pytestmark = pytest.mark.usefixtures("quick_looks")
+
 ASKED: dict[str, Any] = {"model": "demo", "input": "one two", "max_output_tokens": 8, "background": True}
-BLOCKS = 1
-USAGE = {"input_tokens": 4, "output_tokens": 3}
 
 
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background, "POLL_SECONDS_MIN", 0.01)
-    monkeypatch.setattr(background, "POLL_SECONDS_MAX", 0.02)
-
-
-class Engine:
-    """One response, and what is asked about it."""
+class Engine(StoringEngine):
+    """Answers when it may."""
 
     def __init__(self) -> None:
-        self.status = "queued"
-        self.known = True
-        """False: it is asked for in vain."""
-        self.asked: list[str] = []
-        self.answer: bytes | None = None
-        """To the first request, in place of the usual."""
+        super().__init__()
         self.answers = asyncio.Event()
         self.answers.set()
-        self.body: dict[str, Any] = {}
 
-    async def play(self, peer: Peer, body: bytes) -> None:
-        method, path, _ = peer.head.split(b"\r\n")[0].decode().split()
-        self.asked.append(f"{method} {path.rpartition('/')[2]}" if path.endswith("/cancel") else method)
-        if path == PATH:
-            self.body = json.loads(body)
-            await self.answers.wait()
-            await peer.send(self.answer or self._shown())
-        elif path.endswith("/cancel"):
-            self.status = "cancelled"
-            await peer.send(self._shown())
-        else:
-            await peer.send(self._shown())
-
-    def _shown(self) -> bytes:
-        if not self.known:
-            return whole(404, b'{"error": {"message": "not found"}}')
-        usage = USAGE if self.status in ("completed", "incomplete") else None
-        response = {"id": self.body.get("request_id"), "status": self.status, "usage": usage, "output": []}
-        return whole(200, json.dumps(response).encode())
-
-
-@asynccontextmanager
-async def engine_of(engine: Engine) -> AsyncIterator[RawEngine]:
-    async def script(peer: Peer) -> None:
-        await engine.play(peer, here.bodies[-1])
-
-    async with raw_engine(script) as here:
-        yield here
-
-
-@asynccontextmanager
-async def following(store_url: str, **options: Any) -> AsyncIterator[tuple[World, Engine]]:
-    engine = Engine()
-    async with engine_of(engine) as raw, gateway(store_url, {"a": raw.url}, **options) as world:
-        yield world, engine
+    async def begin(self, peer: Peer) -> None:
+        await self.answers.wait()
+        await super().begin(peer)
 
 
 def begun(world: World, **fields: Any) -> tuple[Visitor, "asyncio.Task[Visitor]"]:
     visitor = Visitor(world.app, ASKED | fields, path=PATH)
     return visitor, asyncio.create_task(visitor.run())
-
-
-async def held(world: World) -> int:
-    found: int = (await world.ledger.state())["reserved"]
-    return found
 
 
 async def holds(world: World, blocks: int) -> None:
@@ -101,7 +51,7 @@ async def holds(world: World, blocks: int) -> None:
 
 
 async def test_its_place_is_held_until_the_engine_says_that_it_is_over(store_url: str) -> None:
-    async with following(store_url) as (world, engine):
+    async with following(store_url, Engine()) as (world, engine):
         visitor, task = begun(world)
         await soon(lambda: visitor.complete, "the answer")
         assert (visitor.status, visitor.json["status"]) == (200, "queued")
@@ -120,7 +70,7 @@ async def test_its_place_is_held_until_the_engine_says_that_it_is_over(store_url
 
 
 async def test_a_client_that_has_its_answer_may_leave(store_url: str) -> None:
-    async with following(store_url) as (world, engine):
+    async with following(store_url, Engine()) as (world, engine):
         visitor, task = begun(world)
         await soon(lambda: visitor.complete, "the answer")
         visitor.leave()
@@ -135,7 +85,7 @@ async def test_a_client_that_has_its_answer_may_leave(store_url: str) -> None:
 
 async def test_a_client_that_leaves_before_its_answer_ends_it(store_url: str) -> None:
     """Nobody knows its id; the engine may have begun."""
-    async with following(store_url) as (world, engine):
+    async with following(store_url, Engine()) as (world, engine):
         engine.answers.clear()
         visitor, task = begun(world)
         await soon(lambda: engine.asked == ["POST"], "it is asked for")
@@ -157,7 +107,7 @@ async def test_a_client_that_leaves_before_its_answer_ends_it(store_url: str) ->
 async def test_what_ends_calls_ends_it_at_its_engine(
     store_url: str, end: Callable[[World], object], reason: Code
 ) -> None:
-    async with following(store_url) as (world, engine):
+    async with following(store_url, Engine()) as (world, engine):
         visitor, task = begun(world)
         await soon(lambda: visitor.complete, "the answer")
         answer = visitor.body
@@ -171,7 +121,7 @@ async def test_what_ends_calls_ends_it_at_its_engine(
 
 
 async def test_a_drain_lets_it_go_on(store_url: str) -> None:
-    async with following(store_url) as (world, engine):
+    async with following(store_url, Engine()) as (world, engine):
         visitor, task = begun(world)
         await soon(lambda: visitor.complete, "the answer")
         world.calls.drain()
@@ -185,7 +135,7 @@ async def test_a_drain_lets_it_go_on(store_url: str) -> None:
 
 
 async def test_one_that_takes_too_long_is_ended(store_url: str) -> None:
-    async with following(store_url, background_seconds=0.1) as (world, engine):
+    async with following(store_url, Engine(), background_seconds=0.1) as (world, engine):
         visitor, task = begun(world)
         await task
         assert visitor.json["status"] == "queued"
@@ -196,7 +146,7 @@ async def test_one_that_takes_too_long_is_ended(store_url: str) -> None:
 
 async def test_one_that_its_engine_has_forgotten_is_over(store_url: str) -> None:
     """It was restarted."""
-    async with following(store_url) as (world, engine):
+    async with following(store_url, Engine()) as (world, engine):
         visitor, task = begun(world)
         await soon(lambda: visitor.complete, "the answer")
         engine.known = False
@@ -207,7 +157,7 @@ async def test_one_that_its_engine_has_forgotten_is_over(store_url: str) -> None
 async def test_an_engine_that_is_gone_holds_nothing(store_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background, "UNREACHABLE_SECONDS", 0.05)
     engine = Engine()
-    async with engine_of(engine) as raw, gateway(store_url, {"a": raw.url}) as world:
+    async with listening(engine) as raw, gateway(store_url, {"a": raw.url}) as world:
         visitor, task = begun(world)
         await soon(lambda: visitor.complete, "the answer")
         raw.server.close()
@@ -225,8 +175,8 @@ async def test_after_a_failure_another_engine_is_asked_once_nothing_is_left(
     bad, good = Engine(), Engine()
     bad.answer = answer
     async with (
-        engine_of(bad) as a,
-        engine_of(good) as b,
+        listening(bad) as a,
+        listening(good) as b,
         gateway(store_url, {"a": a.url, "b": b.url}, blocks={"a": 2001}) as world,
     ):
         visitor, task = begun(world)
@@ -245,10 +195,10 @@ async def test_an_engine_that_may_go_on_is_not_left_for_another(
     monkeypatch.setattr(background, "END_SECONDS", 0.05)
     bad, good = Engine(), Engine()
     bad.answer = whole(500, b"{}")
-    bad._shown = lambda: whole(500, b"{}")  # type: ignore[method-assign]
+    bad.shown = lambda: whole(500, b"{}")  # type: ignore[method-assign]
     async with (
-        engine_of(bad) as a,
-        engine_of(good) as b,
+        listening(bad) as a,
+        listening(good) as b,
         gateway(store_url, {"a": a.url, "b": b.url}, blocks={"a": 2001}) as world,
     ):
         visitor, task = begun(world)
@@ -259,7 +209,7 @@ async def test_an_engine_that_may_go_on_is_not_left_for_another(
 
 
 async def test_what_the_engine_refuses_is_not_asked_about(store_url: str) -> None:
-    async with following(store_url) as (world, engine):
+    async with following(store_url, Engine()) as (world, engine):
         engine.answer = whole(400, b'{"error": {"message": "no store"}}')
         visitor, task = begun(world)
         await task
@@ -270,7 +220,7 @@ async def test_what_the_engine_refuses_is_not_asked_about(store_url: str) -> Non
 
 @pytest.mark.parametrize("fields", [{"store": False}, {"background": "yes"}])
 async def test_what_could_not_be_followed_is_refused(store_url: str, fields: dict[str, Any]) -> None:
-    async with following(store_url) as (world, engine):
+    async with following(store_url, Engine()) as (world, engine):
         visitor, task = begun(world, **fields)
         await task
         assert (visitor.status, visitor.json["error"]["param"]) == (400, "background")

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from gateway import background
 from gateway.core.lifecycle import Event
 from gateway.core.outcomes import Code, Outcome
 from gateway.http import proxy
@@ -17,10 +16,12 @@ from gateway.ledger.api import Cut
 from gateway.mock.engine import EngineConfig
 from gateway.mock.options import Options
 from tests.flow.driver import Suspensions, Visitor
-from tests.flow.engines import LAST_CHUNK, STREAM_HEAD, Peer, chunk, mock_engine, raw_engine, whole
+from tests.flow.engines import LAST_CHUNK, STREAM_HEAD, Peer, chunk, mock_engine, whole
+from tests.flow.stored import BLOCKS, PATH, USAGE, StoringEngine, following, held, listening
 from tests.flow.world import LONG, World, gateway, soon
 
-PATH = "/v1/responses"
+pytestmark = pytest.mark.usefixtures("quick_looks")
+
 ASKED: dict[str, Any] = {
     "model": "demo",
     "input": "one two",
@@ -28,8 +29,6 @@ ASKED: dict[str, Any] = {
     "background": True,
     "stream": True,
 }
-BLOCKS = 1
-USAGE = {"input_tokens": 4, "output_tokens": 3}
 
 
 def event(name: str, **fields: Any) -> bytes:
@@ -42,27 +41,15 @@ DONE = event("response.completed", response={"status": "completed", "usage": USA
 FAILED = event("error", message="it failed")
 
 
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background, "POLL_SECONDS_MIN", 0.01)
-    monkeypatch.setattr(background, "POLL_SECONDS_MAX", 0.02)
-
-
-class Engine:
-    """One response, whose events a test tells."""
+class Engine(StoringEngine):
+    """Its events are told by a test."""
 
     def __init__(self) -> None:
-        self.url = ""
-        self.status = "queued"
-        """As vLLM has it until the end."""
-        self.asked: list[str] = []
-        self.answer: bytes | None = None
-        """In place of the events."""
+        super().__init__()
         self.stream: Peer | None = None
         """The connection on which the response was asked for."""
         self.left = asyncio.Event()
         """That was closed."""
-        self.body: dict[str, Any] = {}
 
     @property
     def looks(self) -> int:
@@ -83,42 +70,13 @@ class Engine:
         assert self.stream is not None
         self.stream.reset()
 
-    async def play(self, peer: Peer, body: bytes) -> None:
-        method, path, _ = peer.head.split(b"\r\n")[0].decode().split()
-        self.asked.append(f"{method} {path.rpartition('/')[2]}" if path.endswith("/cancel") else method)
-        if path == PATH:
-            self.body = json.loads(body)
-            if self.answer is not None:
-                return await peer.send(self.answer)
-            await peer.send(STREAM_HEAD)
-            self.stream = peer
-            await peer.until_gone()
-            self.left.set()
-        elif path.endswith("/cancel"):
-            self.status = "cancelled"
-            await peer.send(self._shown())
-        else:
-            await peer.send(self._shown())
-
-    def _shown(self) -> bytes:
-        usage = USAGE if self.status == "completed" else None
-        return whole(200, json.dumps({"status": self.status, "usage": usage, "output": []}).encode())
-
-
-@asynccontextmanager
-async def engine_of(engine: Engine) -> AsyncIterator[str]:
-    async def script(peer: Peer) -> None:
-        await engine.play(peer, here.bodies[-1])
-
-    async with raw_engine(script) as here:
-        yield here.url
-
-
-@asynccontextmanager
-async def following(store_url: str, **options: Any) -> AsyncIterator[tuple[World, Engine]]:
-    engine = Engine()
-    async with engine_of(engine) as url, gateway(store_url, {"a": url}, **options) as world:
-        yield world, engine
+    async def begin(self, peer: Peer) -> None:
+        if self.answer is not None:
+            return await peer.send(self.answer)
+        await peer.send(STREAM_HEAD)
+        self.stream = peer
+        await peer.until_gone()
+        self.left.set()
 
 
 Running = asyncio.Task[Visitor]
@@ -134,11 +92,6 @@ async def begun(world: World, engine: Engine, *events: bytes) -> tuple[Visitor, 
     return visitor, task
 
 
-async def held(world: World) -> int:
-    found: int = (await world.ledger.state())["reserved"]
-    return found
-
-
 async def goes_on(world: World, engine: Engine) -> None:
     seen = engine.looks
     await soon(lambda: engine.looks > seen + 2, "the engine is asked")
@@ -146,7 +99,7 @@ async def goes_on(world: World, engine: Engine) -> None:
 
 
 async def test_its_events_pass_and_the_last_one_ends_it(store_url: str) -> None:
-    async with following(store_url) as (world, engine):
+    async with following(store_url, Engine()) as (world, engine):
         visitor, task = await begun(world, engine, BEGUN, WORD)
         assert (visitor.status, engine.body["request_id"][:5]) == (200, "resp_")
         await goes_on(world, engine)
@@ -161,7 +114,7 @@ async def test_its_events_pass_and_the_last_one_ends_it(store_url: str) -> None:
 
 async def test_a_client_that_leaves_ends_nothing(store_url: str) -> None:
     """What is told afterwards is still heard: its end, and what it came to."""
-    async with following(store_url) as (world, engine):
+    async with following(store_url, Engine()) as (world, engine):
         visitor, task = await begun(world, engine, BEGUN, WORD)
         visitor.leave()
         await goes_on(world, engine)
@@ -177,7 +130,7 @@ async def test_a_client_that_leaves_ends_nothing(store_url: str) -> None:
 
 
 async def test_without_client_and_stream_it_is_asked_about(store_url: str) -> None:
-    async with following(store_url) as (world, engine):
+    async with following(store_url, Engine()) as (world, engine):
         visitor, task = await begun(world, engine, BEGUN, WORD)
         visitor.leave()
         engine.break_off()
@@ -193,7 +146,7 @@ async def test_without_client_and_stream_it_is_asked_about(store_url: str) -> No
 async def test_a_client_that_stops_to_read_has_left(store_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proxy, "CLIENT_STALL_SECONDS", 0.02)
     monkeypatch.setattr(proxy, "STALL_CHECK_SECONDS", 0.01)
-    async with following(store_url) as (world, engine):
+    async with following(store_url, Engine()) as (world, engine):
         visitor, task = await begun(world, engine, BEGUN, WORD)
         visitor.stop_reading()
         await engine.tell(WORD)
@@ -208,7 +161,7 @@ async def test_a_client_that_stops_to_read_has_left(store_url: str, monkeypatch:
 
 async def test_what_fails_when_nobody_is_there_is_ended(store_url: str) -> None:
     """vLLM's status says nothing of it."""
-    async with following(store_url) as (world, engine):
+    async with following(store_url, Engine()) as (world, engine):
         visitor, task = await begun(world, engine, BEGUN, WORD)
         visitor.leave()
         await engine.tell(FAILED)
@@ -220,7 +173,7 @@ async def test_what_fails_when_nobody_is_there_is_ended(store_url: str) -> None:
 
 
 async def test_a_client_that_leaves_before_it_has_an_id_ends_it(store_url: str) -> None:
-    async with following(store_url) as (world, engine):
+    async with following(store_url, Engine()) as (world, engine):
         visitor = Visitor(world.app, ASKED, path=PATH)
         task = asyncio.create_task(visitor.run())
         await soon(lambda: engine.stream is not None, "it is asked for")
@@ -235,7 +188,7 @@ async def test_a_client_that_leaves_before_it_has_an_id_ends_it(store_url: str) 
 @pytest.mark.parametrize("stays", [True, False])
 async def test_it_can_be_cancelled_from_elsewhere(store_url: str, stays: bool) -> None:
     """A stream of vLLM's has no end then; that is no failure of the engine."""
-    async with following(store_url) as (world, engine):
+    async with following(store_url, Engine()) as (world, engine):
         visitor, task = await begun(world, engine, BEGUN, WORD)
         if not stays:
             visitor.leave()
@@ -259,7 +212,7 @@ def expect_error(visitor: Visitor, before: bytes, code: Code) -> None:
 
 
 async def test_one_that_takes_too_long_is_ended(store_url: str) -> None:
-    async with following(store_url, background_seconds=0.1) as (world, engine):
+    async with following(store_url, Engine(), background_seconds=0.1) as (world, engine):
         visitor, task = await begun(world, engine, BEGUN, WORD)
         await task
         expect_error(visitor, BEGUN + WORD, Code.RESPONSE_CANCELLED)
@@ -269,7 +222,7 @@ async def test_one_that_takes_too_long_is_ended(store_url: str) -> None:
 
 async def test_its_last_events_are_waited_for(store_url: str) -> None:
     """They come after its status says that it is over."""
-    async with following(store_url) as (world, engine):
+    async with following(store_url, Engine()) as (world, engine):
         visitor, task = await begun(world, engine, BEGUN, WORD)
         engine.status = "completed"
         seen = engine.looks
@@ -284,7 +237,7 @@ async def test_its_last_events_are_waited_for(store_url: str) -> None:
 
 
 async def test_who_leaves_when_it_is_over_ends_the_waiting(store_url: str) -> None:
-    async with following(store_url) as (world, engine):
+    async with following(store_url, Engine()) as (world, engine):
         visitor, task = await begun(world, engine, BEGUN, WORD)
         engine.status = "completed"
         seen = engine.looks
@@ -308,7 +261,7 @@ ENDINGS: list[tuple[Callable[[World], object], Code]] = [
 async def test_what_ends_calls_ends_it_at_its_engine(
     store_url: str, end: Callable[[World], object], reason: Code, stays: bool
 ) -> None:
-    async with following(store_url) as (world, engine):
+    async with following(store_url, Engine()) as (world, engine):
         visitor, task = await begun(world, engine, BEGUN, WORD)
         if not stays:
             visitor.leave()
@@ -324,7 +277,7 @@ async def test_what_ends_calls_ends_it_at_its_engine(
 
 
 async def test_a_drain_lets_it_go_on(store_url: str) -> None:
-    async with following(store_url) as (world, engine):
+    async with following(store_url, Engine()) as (world, engine):
         visitor, task = await begun(world, engine, BEGUN, WORD)
         world.calls.drain()
         await goes_on(world, engine)
@@ -336,7 +289,7 @@ async def test_a_drain_lets_it_go_on(store_url: str) -> None:
 
 async def test_a_stream_that_breaks_ends_it(store_url: str) -> None:
     """Its client hears of that, as of any stream's."""
-    async with following(store_url) as (world, engine):
+    async with following(store_url, Engine()) as (world, engine):
         visitor, task = await begun(world, engine, BEGUN, WORD)
         engine.break_off()
         await task
@@ -347,7 +300,7 @@ async def test_a_stream_that_breaks_ends_it(store_url: str) -> None:
 
 
 async def test_an_engine_that_only_says_that_it_has_begun_is_followed(store_url: str) -> None:
-    async with following(store_url) as (world, engine):
+    async with following(store_url, Engine()) as (world, engine):
         engine.answer = whole(200, b'{"status": "queued", "output": []}')
         visitor = Visitor(world.app, ASKED, path=PATH)
         task = asyncio.create_task(visitor.run())
@@ -360,7 +313,7 @@ async def test_an_engine_that_only_says_that_it_has_begun_is_followed(store_url:
 
 
 async def test_what_the_engine_refuses_is_not_asked_about(store_url: str) -> None:
-    async with following(store_url) as (world, engine):
+    async with following(store_url, Engine()) as (world, engine):
         engine.answer = whole(400, b'{"error": {"message": "no store"}}')
         visitor = await world.visit(ASKED, path=PATH)
         assert (visitor.status, engine.asked) == (400, ["POST"])
@@ -374,9 +327,9 @@ async def test_after_a_failure_another_engine_is_asked_once_nothing_is_left(
     bad, good = Engine(), Engine()
     bad.answer = answer
     async with (
-        engine_of(bad) as a,
-        engine_of(good) as b,
-        gateway(store_url, {"a": a, "b": b}, blocks={"a": 2001}) as world,
+        listening(bad) as a,
+        listening(good) as b,
+        gateway(store_url, {"a": a.url, "b": b.url}, blocks={"a": 2001}) as world,
     ):
         visitor, task = await begun(world, good, BEGUN, WORD)
         assert bad.asked == ["POST", "POST cancel", "GET"]
