@@ -9,7 +9,9 @@
 --     why '' = it may
 --   'shut', 1 or 0: the fleet takes no new calls, or does
 --   'seat', scraper, name: a gateway offers to read the metrics of its engine
---   'learn', scraper, name, number, limit, sequences, prefill, told: what the reader has learned, -1 = as configured
+--   'learn', scraper, name, number, limit, sequences, prefill, told, cache: what the reader has learned, -1 = as
+--     configured, and the number of the engine's prefix cache, 0 = none
+--   'distrust', name, cache: nothing more is shared there while the engine has that cache
 -- Reply: {'ok', epoch, clock, policy}, with 'unknown' or 'fenced' in the place of 'ok' where there is no such replica or
 --   owner and nothing was done | {'unconfigured'}; of the last two
 --   {'seat', clock, 1 or 0: it is the scraper's, ms that it lasts, number, held, configured, told} | {'unknown'} |
@@ -18,6 +20,7 @@
 --- @include "lib/dispatch"
 --- @include "lib/queue"
 --- @include "lib/rests"
+--- @include "lib/prefixes"
 local OPERATOR = 'operator'
 
 -- No new placements; a call that a hold was for looks elsewhere.
@@ -77,8 +80,19 @@ local function rest_replica(teller, name, why)
   return 'ok'
 end
 
+-- The status of the reply.
+local function distrust(name, cache)
+  local replica = books.replicas[name]
+  if not replica then return 'unknown' end
+  replica.distrusted = cache
+  books.store_replica(replica)
+  prefixes.set_cache(replica, replica.cache)
+  return 'ok'
+end
+
 -- What is not the fleet's settings: the status of the reply.
 local function change(kind, first, second, third)
+  if kind == 'distrust' then return distrust(first, tonumber(second)) end
   if kind == 'rest' then return rest_replica(first, second, third) end
   if kind == 'shut' then books.set('shut', first) else observe_replica(first, second == '1') end
   return 'ok'
@@ -99,7 +113,7 @@ local function offer_seat(scraper, name)
   return capacity.seat(scraper, replica, capacity.take(scraper, replica))
 end
 
-local function learn(scraper, name, number, ...)
+local function learn(scraper, name, number, cache, ...)
   local replica = books.replicas[name]
   local row = replica and rows.fetch(records.capacities, name)
   if not row or replica.state == 'removed' then return {'unknown'} end
@@ -108,6 +122,7 @@ local function learn(scraper, name, number, ...)
     queue.recheck_parked()
     books.meta.dirty = 1
   end
+  prefixes.set_cache(replica, cache)
   dispatch.run()
   return capacity.seat(scraper, replica, row)
 end
@@ -115,7 +130,8 @@ end
 -- Of whoever reads metrics, with a reply of its own.
 local function converse(args)
   if args[3] == 'seat' then return offer_seat(args[4], args[5]) end
-  return learn(args[4], args[5], tonumber(args[6]), tonumber(args[7]), tonumber(args[8]), tonumber(args[9]), args[10])
+  return learn(args[4], args[5], tonumber(args[6]), tonumber(args[11]), tonumber(args[7]), tonumber(args[8]),
+    tonumber(args[9]), args[10])
 end
 
 function configure.run(keys, args)

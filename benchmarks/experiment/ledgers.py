@@ -52,7 +52,7 @@ class RealBooks(Books):
             now,
             [
                 "A", id_, "key", "normal", "lane", held.blocks, 1, held.prefill, 1, UNLIMITED, 1, -1, -1, -1,
-                UNLIMITED, UNLIMITED, [], [], [], "", "", 0, held.held, self.base, path_argument(path), 0,
+                UNLIMITED, UNLIMITED, [], [], [], "", "", 0, held.held, self.base, path_argument(path), 0, [],
             ],
         )  # fmt: skip
         assert results[0][0] in ("grant", "ticket"), results

@@ -11,7 +11,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
+
 from gateway.core.elastic import ELASTIC, GUARANTEED, POINTS, SUM_MAX, Path, bound_holds, flat, pack, unpack
+from gateway.core.nodes import Nodes, Prefix
 from gateway.core.order import (
     APPOINTMENT_MAX_MS,
     ASKED_BACK,
@@ -91,7 +94,7 @@ class Replica:
     held_for: str = ""
     mode: str = GUARANTEED
     full: int = 0
-    """The whole demands of the calls there."""
+    """The whole demands of the calls there, what they share once."""
     assured: int = 0
     """Those of the calls that are charged in full."""
     elastic: int = 0
@@ -100,6 +103,12 @@ class Replica:
     """What their paths are made for (`core/elastic.py`); 0 while there are none."""
     sums: bytes = b""
     """The sum of their paths, packed as one; empty while there are none."""
+    shared: int = 0
+    """Blocks in nodes: of prefixes that calls there hold together."""
+    cache: int = 0
+    """Number of the engine's prefix cache; 0 = nothing is shared there."""
+    distrusted: int = 0
+    """Number of a cache that holds less than it should: it counts as none."""
 
     def points(self) -> Path:
         return unpack(self.sums) if self.sums else (0,) * POINTS
@@ -159,7 +168,8 @@ class Call:
     fingerprint: str = ""
     """Of the request, kept only beside `once`."""
     held: int = 0
-    """What it holds of its replica now: `asked` where it is charged by its path, else `blocks`."""
+    """What it holds of its replica now: `asked` where it is charged by its path, else `blocks` without what is in
+    nodes."""
     asked: int = 0
     """What it is to hold where it is charged by its path."""
     base: int = 0
@@ -169,8 +179,14 @@ class Call:
     """1 = its path is in its replica's sums: it is charged by it."""
     promised: int = 0
     """1 = it was promised the guarantee: it is charged in full, and on no replica whose mode is ELASTIC."""
+    prefix: Prefix = field(default_factory=Prefix)
     expected_ms: int | None = None
     """What was found of its wait when it was admitted; not in the store."""
+
+    @property
+    def own(self) -> int:
+        """Blocks that it does not share."""
+        return self.blocks - self.prefix.shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +314,7 @@ class Books:
     rests: dict[tuple[str, str], str] = field(default_factory=dict)
     """Replica and who says that it gets no new calls -> why: OPERATOR, or an owner, with whose lease its word ends."""
     calls: dict[str, Call] = field(default_factory=dict)
+    nodes: Nodes = field(default_factory=Nodes)
     keys: dict[str, Key] = field(default_factory=dict)
     owners: dict[str, int] = field(default_factory=dict)
     sessions: dict[str, Session] = field(default_factory=dict)
@@ -412,9 +429,18 @@ class Books:
         return self._seat(scraper, replica, capacity)
 
     def learn(
-        self, now: int, run: str, scraper: str, name: str, number: int, learned: Sequence[int], told: str
+        self,
+        now: int,
+        run: str,
+        scraper: str,
+        name: str,
+        number: int,
+        learned: Sequence[int],
+        told: str,
+        cache: int,
     ) -> Answer:
-        """What the reader of a replica's metrics has learned: limit, sequences and prefill.  A later reading wins."""
+        """What the reader of a replica's metrics has learned: limit, sequences and prefill, and the number of its
+        cache.  A later reading wins."""
         if self.config is None:
             return ["unconfigured"]
         self._open(now, run)
@@ -429,8 +455,27 @@ class Books:
         if self._apply(replica, capacity):
             self._recheck_parked()
             self.dirty = True
+        self._set_cache(replica, cache)
         self._close()
         return self._seat(scraper, replica, capacity)
+
+    def distrust(self, now: int, run: str, name: str, cache: int) -> Answer:
+        """Nothing more is shared there while the engine has that cache."""
+        if self.config is None:
+            return ["unconfigured"]
+        self._open(now, run)
+        replica = self.replicas.get(name)
+        if replica:
+            replica.distrusted = cache
+            self._set_cache(replica, replica.cache)
+        self._close()
+        return ["ok" if replica else "unknown", self.epoch, self.clock, self.policy]
+
+    def _set_cache(self, replica: Replica, cache: int) -> None:
+        """Who waits may share what nobody could before."""
+        cache = 0 if cache == replica.distrusted else cache
+        self.dirty = self.dirty or replica.cache != cache
+        replica.cache = cache
 
     def _seat(self, scraper: str, replica: Replica, capacity: Capacity) -> Answer:
         held = [replica.used, replica.sequences, replica.prefill]
@@ -486,10 +531,10 @@ class Books:
             self._outbox(owner),
         ]
 
-    def _outbox(self, owner: str) -> list[str]:
+    def _outbox(self, owner: str) -> Answer:
         told = ("unclaimed", "displaced")
         ids = sorted(c.id for c in self.calls.values() if c.owner == owner and c.state in told)
-        return [item for id_ in ids[:OUTBOX] for item in (id_, self.calls[id_].replica)]
+        return [item for id_ in ids[:OUTBOX] for item in (id_, _place_told(self.calls[id_]))]
 
     def _op(self, owner: str, op: Sequence[Any]) -> Answer:
         name, *arguments = op
@@ -677,34 +722,54 @@ class Books:
         return (
             self._could_use(call, replica)
             and replica.held_for in ("", call.id)
-            and self._has_blocks(call, replica)
+            and self._has_blocks(call, replica, self._shared(call, replica))
             and (replica.sequences + call.sequences <= replica.sequences_max or replica.sequences == 0)
-            and (replica.prefill + call.prefill <= replica.prefill_max or replica.prefill == 0)
+            and (
+                replica.prefill + self._uncached(call, replica) <= replica.prefill_max or replica.prefill == 0
+            )
         )
 
-    def _has_blocks(self, call: Call, replica: Replica) -> bool:
-        """For what it would hold now, and in all likelihood for what all calls there will hold later."""
+    def _uncached(self, call: Call, replica: Replica) -> int:
+        """What it would hold of the prefill budget there."""
+        return call.prefix.prefill(call.prefill, self._shared(call, replica))
+
+    def _shared(self, call: Call, replica: Replica) -> int:
+        """Blocks that it would share there; of one that only asks, and whose prompt is not known, as many as can be."""
+        if _is_by_path(call, replica):
+            return 0
+        if call.prefix.block_size and not call.prefix.segments:
+            return min(replica.shared, call.blocks - 1)
+        return call.prefix.blocks_of(self.nodes.run(call.prefix, replica.name, replica.cache))
+
+    def _has_blocks(self, call: Call, replica: Replica, shared: int) -> bool:
+        """For what it would hold now beside what it shares, and in all likelihood for what all calls there will hold
+        later."""
         if replica.used == 0:
             return True
         by_path = _is_by_path(call, replica)
-        if replica.used + (call.asked if by_path else call.blocks) > replica.limit:
+        if replica.used + (call.asked if by_path else call.blocks - shared) > replica.limit:
             return False
-        if replica.full + call.blocks <= replica.limit:  # safe, whatever they write
+        if replica.full + call.blocks - shared <= replica.limit:  # safe, whatever they write
             return True
-        path = unpack(call.path) if by_path else flat(call.blocks)
+        path = unpack(call.path) if by_path else flat(call.blocks - shared)
         base = replica.base or call.base
         return bound_holds(replica.points(), path, replica.assured, replica.limit, base)
 
     def _place(self, call: Call) -> Replica | None:
-        """The first pool with room; there a preferred replica unless it is 10 % fuller, else most free blocks."""
+        """The first pool with room; there, of the replicas that are at most 10 % fuller than the emptiest, the one that
+        shares most with it, then a preferred one; else most free blocks."""
         for pool in self._pools(call.lane):
             room = [r for r in self.replicas.values() if r.pool == pool and self._fits(call, r)]
             if not room:
                 continue
             emptiest = min(room, key=_roomiest)
-            warm = [r for r in room if r.name in call.prefer and _percent(r) <= _percent(emptiest) + 10]
-            return min(warm, key=_roomiest) if warm else emptiest
+            near = [r for r in room if _percent(r) <= _percent(emptiest) + 10]
+            warm = [r for r in near if r.name in call.prefer or self._shared(call, r)]
+            return min(warm, key=lambda r: self._warmest(call, r)) if warm else emptiest
         return None
+
+    def _warmest(self, call: Call, replica: Replica) -> tuple[int, bool, tuple[int, str]]:
+        return -self._shared(call, replica), replica.name not in call.prefer, _roomiest(replica)
 
     def _unhold(self, call: Call) -> None:
         for replica in self.replicas.values():
@@ -942,6 +1007,7 @@ class Books:
         self._pay(call)
         call.state = "unclaimed"
         self._leave(call)
+        self._share(call, replica)
         self._reserve(call, replica)
         lower = False
         for class_, share in self._fleet.classes:
@@ -1000,28 +1066,55 @@ class Books:
         others = [key for key in self._flows(*flow[:2])[:2] if key != flow[2]]
         return self.tags.get((*flow[:2], others[0]), 0) if others else otherwise
 
+    def _share(self, call: Call, replica: Replica) -> None:
+        """It is admitted there on the strength of what others have computed: which of its segments that is."""
+        if not call.prefix.segments:
+            return
+        shared = 0 if _is_by_path(call, replica) else self.nodes.run(call.prefix, replica.name, replica.cache)
+        call.prefix.cache, call.prefix.joined, call.prefix.computed = replica.cache, shared, 0
+
+    def _count_nodes(self, replica: Replica, blocks: int) -> None:
+        """Nodes came, or went (negative): whole demands of nobody in particular."""
+        replica.shared += blocks
+        replica.used += blocks
+        replica.full += blocks
+        replica.assured += blocks
+
+    def _compute(self, call: Call) -> None:
+        """Its prompt is in the cache now: what it begins with is shared, and its own charge is only the rest."""
+        prefix, replica = call.prefix, self.replicas[call.replica]
+        if not prefix.segments or prefix.computed:
+            return
+        self.nodes.compute(prefix, replica.name)
+        if not call.elastic and prefix.cache and prefix.cache == replica.cache:
+            self._uncount(call, replica)
+            first, prefix.joined = prefix.joined, len(prefix.segments)
+            self._count_nodes(replica, self.nodes.join(prefix, first, replica.name))
+            self._count(call, replica)
+        self.dirty = True  # who waits may share it, and what several had of it was given back
+
     def _count(self, call: Call, replica: Replica) -> None:
-        """Put its blocks on the replica: by its path where that can be, else all that it may ever need."""
+        """Put its own blocks on the replica: by its path where that can be, else all that it may ever need."""
         sums = _added(replica.points(), unpack(call.path), 1) if _is_by_path(call, replica) else b""
         call.elastic = int(bool(sums))
-        call.held = call.asked if sums else call.blocks
+        call.held = call.asked if sums else call.own
         replica.used += call.held
-        replica.full += call.blocks
+        replica.full += call.own
         if sums:
             replica.elastic += 1
             replica.base, replica.sums = call.base, sums
         else:
-            replica.assured += call.blocks
+            replica.assured += call.own
 
     def _uncount(self, call: Call, replica: Replica) -> None:
         """Take off exactly what was put there."""
         replica.used -= call.held
-        replica.full -= call.blocks
+        replica.full -= call.own
         if call.elastic:
             replica.elastic -= 1
             replica.sums = _added(replica.points(), unpack(call.path), -1)
         else:
-            replica.assured -= call.blocks
+            replica.assured -= call.own
         if not replica.elastic:
             replica.base, replica.sums = 0, b""
         call.held = call.elastic = 0
@@ -1039,10 +1132,13 @@ class Books:
         return ["over", over] if call.held > before[0] and over > 0 else ["ok"]
 
     def _reserve(self, call: Call, replica: Replica) -> None:
+        """Its prefix says which nodes it is in."""
+        prefix = call.prefix
+        self._count_nodes(replica, self.nodes.join(prefix, 0, replica.name))
         self._count(call, replica)
         replica.sequences += call.sequences
-        replica.prefill += call.prefill
-        call.prefilling = call.prefill
+        call.prefilling = 0 if prefix.computed else prefix.prefill(call.prefill, prefix.shared)
+        replica.prefill += call.prefilling
         call.replica, call.pool = replica.name, replica.pool
         key = self._key(call.key)
         key.blocks += call.blocks
@@ -1080,6 +1176,7 @@ class Books:
         """Take a reservation's blocks, sequences and prefill tokens off its replica and its key."""
         replica = self.replicas[call.replica]
         self._uncount(call, replica)
+        self._count_nodes(replica, -self.nodes.leave(call.prefix, replica.name))
         replica.sequences -= call.sequences
         replica.prefill -= call.prefilling
         key = self._key(call.key)
@@ -1188,7 +1285,7 @@ class Books:
 
     def _foreseen_wait(self, call: Call) -> int | None:
         """Milliseconds until this call starts, by the order played forward over the ends that owners foresee; where
-        calls are charged by their paths an end does not say how much fits then."""
+        calls are charged by their paths, or share, an end does not say how much fits then."""
         waiting = [c for c in self.calls.values() if c.state == "queued"]
         if self.opens_at or len(waiting) >= FORECAST_WAITING or self.rehearsed:
             return None
@@ -1196,7 +1293,7 @@ class Books:
             return None
         if not self._waiting(*_flow(call)) and self._place(call):
             return 0
-        if any(r.elastic for r in self.replicas.values() if r.pool in self._pools(call.lane)):
+        if any(r.elastic or r.shared for r in self.replicas.values() if r.pool in self._pools(call.lane)):
             return None
         self.rehearsed = True
         ends, rehearsal = self._ends(), Rehearsal(self, call)
@@ -1257,13 +1354,15 @@ class Books:
         base: int,
         path: bytes,
         promised: int,
+        prefix: Sequence[Any],
     ) -> Answer:
         """`queue_max`: tickets that its lane and class may hold, `queue_key_max`: those of them that are its key's.
 
         `charge`: of each rate quota its bucket, what the call takes of it, and what it holds when it is full.
         `fingerprint`: of key, route and body, '' until it is asked for.  `once`: hash of key and `Idempotency-Key`,
         always with a fingerprint; '' = none.  `standing`: PLACE_ONLY, ASKED_BACK, or 0.  `held`, `base`, `path`: as in
-        `Call`, `held` -1 = all of its blocks, `path` '' = it is charged in full.
+        `Call`, `held` -1 = all of its blocks, `path` '' = it is charged in full.  `prefix`: block size and segments,
+        or nothing.
         """
         if self._foreign(owner, id_):
             return ["refused", "id", "", 0, 0, 0]
@@ -1275,7 +1374,7 @@ class Books:
         call = Call(
             id_, "none", owner, "", "", key, class_, lane, blocks, sequences, prefill, 0, cost, self.clock + wait_ms, 0,
             exclude=tuple(exclude), prefer=tuple(prefer), once=once, fingerprint=fingerprint if once else "",
-            promised=promised,
+            promised=promised, prefix=_prefix(prefix),
         )  # fmt: skip
         call.asked, call.base, call.path = _wanted(blocks, held, base, path)
         refusal = self._refuse_second(call) or self._refuse_shut()
@@ -1291,8 +1390,9 @@ class Books:
             self._number(call)
             self._pay(call)
             call.state = "reserved"
+            self._share(call, replica)
             self._reserve(call, replica)
-            return ["grant", replica.name, *self._pay_quotas(call, charge)]
+            return ["grant", _place_told(call), *self._pay_quotas(call, charge)]
         terms = Terms(queue_max, queue_key_max, wait_ms, fingerprint, standing)
         told = self._queue(call, terms)
         return [*told, *self._pay_quotas(call, charge)] if told[0] == "ticket" else told
@@ -1321,12 +1421,13 @@ class Books:
         base: int,
         path: bytes,
         promised: int,
+        prefix: Sequence[Any],
     ) -> Answer:
         """Whether the queue would refuse a call of `least` blocks or more, how many is not known yet.
 
         `likely` is what a refusal books, and what is compared with others' work.  `ahead` calls of its line,
         `own_ahead` of them of its key, were told so before and do not wait yet.  `held`, `base` and `path` are those of
-        a call of `least` blocks.  Nothing is taken.
+        a call of `least` blocks.  `prefix`: the block size where it may come to share, or nothing.  Nothing is taken.
         """
         if not self._pools(lane) or class_ not in dict(self._fleet.classes) or self.opens_at:
             return ["open"]
@@ -1334,7 +1435,7 @@ class Books:
             return refusal
         smallest = Call(
             "", "none", owner, "", "", key, class_, lane, least, sequences, 0, 0, cost, self.clock, 0,
-            promised=promised,
+            promised=promised, prefix=_prefix(prefix),
         )  # fmt: skip
         smallest.asked, smallest.base, smallest.path = _wanted(least, held, base, path)
         self._set_policy(key, weight, blocks_max, requests_max, pool_share)
@@ -1588,18 +1689,23 @@ class Books:
             del self.calls[id_]
             return ["refused", "queue_full", "displaced", 0, 0, self._wait_told(call)]
         call.state = "reserved"
-        return ["grant", call.replica]
+        return ["grant", _place_told(call)]
 
     def _first_token(self, owner: str, id_: str) -> Answer:
+        """How many of its segments are in nodes now."""
         call = self._mine(owner, id_)
         if call is None or not _holds(call):
             return ["gone"]
         call.state = "reserved"
+        self._end_prefill(call)
+        self._compute(call)
+        return ["ok", call.prefix.joined] if call.prefix.segments else ["ok"]
+
+    def _end_prefill(self, call: Call) -> None:
         self.replicas[call.replica].prefill -= call.prefilling
         if call.prefilling:
             call.prefilling = 0
             self.dirty = True
-        return ["ok"]
 
     def _resize(self, owner: str, id_: str, held: int, base: int, path: bytes) -> Answer:
         """What the call holds from now on, and its path: absolute, so that carrying it out twice changes nothing."""
@@ -1684,10 +1790,12 @@ class Books:
         base: int,
         path: bytes,
         promised: int,
+        prefix: Sequence[Any],
     ) -> Answer:
         """A running call says where it runs: after its owner lost its lease, or the store its data.
 
-        Where another call was admitted under its `once` meanwhile, that one keeps it.
+        `prefill`: what it still holds; `prefix`: with the nodes that it was in.  Where another call was admitted under
+        its `once` meanwhile, that one keeps it.
         """
         if self._foreign(owner, id_):
             return ["refused", "id", "", 0, 0, 0]
@@ -1700,6 +1808,10 @@ class Books:
                 return ["error", "declared on another replica"]
             known.state = "reserved"
             self._recount(known, held, base, path)
+            if not prefill:
+                self._end_prefill(known)
+            if _prefix(prefix).computed:
+                self._compute(known)
             return ["same"]
         target = self.replicas.get(replica)
         if target is None and force:
@@ -1707,10 +1819,12 @@ class Books:
         if target is None:
             return ["no_room"]
         call = Call(id_, "reserved", owner, "", "", key, class_, lane, blocks, sequences, prefill, 0, cost, self.clock,
-                    0, promised=promised)  # fmt: skip
+                    0, promised=promised, prefix=_prefix(prefix))  # fmt: skip
         call.asked, call.base, call.path = _wanted(blocks, held, base, path)
         seats = target.sequences + sequences <= target.sequences_max or target.sequences == 0
-        if not force and not (seats and self._has_blocks(call, target)):
+        if not force and not (
+            seats and self._has_blocks(call, target, self.nodes.known(call.prefix, replica))
+        ):
             return ["no_room"]
         if known:
             self._withdraw(known)
@@ -1719,6 +1833,8 @@ class Books:
         if once and all(c.once != once for c in self.calls.values()):
             call.once, call.fingerprint = once, fingerprint
         self._reserve(call, target)
+        if call.prefix.joined:
+            self.dirty = True  # who waits may share it again
         return ["declared"]
 
     def _heartbeat(self, owner: str, count: int, total: int, ends: Sequence[Any]) -> Answer:
@@ -1840,13 +1956,25 @@ def _holds(call: Call) -> bool:
 
 
 def _is_by_path(call: Call, replica: Replica) -> bool:
-    """Whether the call is charged by its path there; sums of paths for different sizes would say nothing."""
+    """Whether the call is charged by its path there; sums of paths for different sizes would say nothing, and who
+    shares stays charged in full."""
     return (
         call.path != b""
+        and not call.prefix.joined
         and not call.promised
         and replica.mode != GUARANTEED
         and (not replica.elastic or replica.base == call.base)
     )
+
+
+def _prefix(packed: Sequence[Any]) -> Prefix:
+    return msgspec.convert(packed, Prefix)
+
+
+def _place_told(call: Call) -> Any:
+    """Its replica; of a call that asks to share also how many of its segments it does, and the cache that has them."""
+    prefix = call.prefix
+    return [call.replica, prefix.joined, prefix.cache] if prefix.segments and call.replica else call.replica
 
 
 def _wanted(blocks: int, held: int, base: int, path: bytes) -> tuple[int, int, bytes]:

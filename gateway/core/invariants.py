@@ -7,6 +7,7 @@ and says again, in its own words, what a call fits and which flows come first.  
 A snapshot must be whole: what the store held between two scripts.
 """
 
+import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,6 +17,8 @@ from functools import cached_property
 from typing import Any
 
 from gateway.core.books import Call, FleetConfig, Key, Replica
+from gateway.core.estimate import PREFILL_TOKENS_MIN
+from gateway.core.nodes import Node, NodeName
 from gateway.core.order import (
     DIGEST_MODULUS,
     LOOKAHEAD,
@@ -63,6 +66,8 @@ class Rule(StrEnum):
     GATE = "behind a closed gate nothing is admitted"
     LIMIT = "nothing is admitted above a limit"
     FORESEEN = "nothing is admitted above what a replica's paths leave"
+    NODE = "what calls share is counted once, as long as one of them is there"
+    SHARED = "who is admitted shares only what is in the cache that its replica has now"
     PROMISE = "who was promised the guarantee is charged in full, and admitted on no elastic replica"
 
 
@@ -137,6 +142,7 @@ class Snapshot:
     `id:milliseconds`."""
     place_ends: Mapping[str, int] = field(default_factory=dict)
     """Of the members of `places`."""
+    nodes: Mapping[NodeName, Node] = field(default_factory=dict)
     once: Mapping[str, str] = field(default_factory=dict)
     """Hash of key and `Idempotency-Key` -> id of the call that has it."""
     rests: Mapping[tuple[str, str], str] = field(default_factory=dict)
@@ -178,7 +184,7 @@ def _flow(call: Call) -> FlowName:
 def violations(books: Snapshot) -> list[Violation]:
     """All that is wrong with a whole snapshot, in the order of the rules."""
     checks = (
-        _unreadable, _sums, _charges, _holdings, _states, _arrivals, _owners, _digests, _indexes, _flow_counts,
+        _unreadable, _sums, _charges, _nodes, _holdings, _states, _arrivals, _owners, _digests, _indexes, _flow_counts,
         _line_counts, _places, _resumptions, _once, _parked, _rests, _holds, _blocked_heads, _startable, _overtaken,
         _quiet,
     )  # fmt: skip
@@ -201,20 +207,57 @@ def _unreadable(books: Snapshot) -> Iterator[Violation]:
 
 
 def _sums(books: Snapshot) -> Iterator[Violation]:
+    shared: dict[str, int] = defaultdict(int)
+    for _, replica_name, _, blocks in books.nodes:
+        shared[replica_name] += blocks
     for name, replica in books.replicas.items():
-        held = books.held.get(name, [])
+        held, once = books.held.get(name, []), shared[name]
         yield from _compared(
             Rule.SUMS,
             f"replica {name}",
-            used=(sum(c.held for c in held), replica.used),
-            full=(sum(c.blocks for c in held), replica.full),
-            assured=(sum(c.blocks for c in held if not c.elastic), replica.assured),
+            used=(sum(c.held for c in held) + once, replica.used),
+            full=(sum(map(_rest, held)) + once, replica.full),
+            assured=(sum(_rest(c) for c in held if not c.elastic) + once, replica.assured),
+            shared=(once, replica.shared),
             elastic=(sum(c.elastic != 0 for c in held), replica.elastic),
             base=(max((c.base for c in held if c.elastic), default=0), replica.base),
             sums=(_integers(_points(held)), _integers(replica.sums)),
             sequences=(sum(c.sequences for c in held), replica.sequences),
             prefill=(sum(c.prefilling for c in held), replica.prefill),
         )
+
+
+def _joined(call: Call) -> list[NodeName]:
+    """The nodes in which a call is."""
+    prefix = call.prefix
+    return [(s.id, call.replica, prefix.cache, s.blocks) for s in prefix.segments[: prefix.joined]]
+
+
+def _rest(call: Call) -> int:
+    """Of its demand what is in no node."""
+    return call.blocks - sum(blocks for *_, blocks in _joined(call))
+
+
+def _nodes(books: Snapshot) -> Iterator[Violation]:
+    """Each counts the calls that are in it, of which there is one at least."""
+    counts: dict[NodeName, list[int]] = defaultdict(lambda: [0, 0])
+    for id_, call in books.calls.items():
+        prefix = call.prefix
+        if not holds(call):
+            yield from _compared(
+                Rule.NODE, f"call {id_}", joined=(0, prefix.joined), computed=(0, prefix.computed)
+            )
+            continue
+        if prefix.joined and (call.elastic or not prefix.cache):
+            yield Violation(Rule.NODE, f"call {id_} joined", 0, prefix.joined)
+        for name in _joined(call):
+            counts[name][0 if prefix.computed else 1] += 1
+    for name in books.nodes.keys() | counts.keys():
+        node = books.nodes.get(name, Node())
+        about = f"node {':'.join(map(str, name))}"
+        yield from _compared(Rule.NODE, about, counts=(counts[name], [node.holders, node.newcomers]))
+        if not node.holders + node.newcomers:
+            yield Violation(Rule.NODE, about, "somebody in it", "nobody")
 
 
 def _points(held: Iterable[Call]) -> bytes:
@@ -236,7 +279,7 @@ def _charges(books: Snapshot) -> Iterator[Violation]:
         if not holds(call):
             yield from _compared(Rule.STATE, about, held=(0, call.held), elastic=(0, call.elastic))
             continue
-        yield from _compared(Rule.STATE, about, held=(call.asked if call.elastic else call.blocks, call.held))
+        yield from _compared(Rule.STATE, about, held=(call.asked if call.elastic else _rest(call), call.held))
         if call.elastic and not call.path:
             yield Violation(Rule.STATE, f"{about} path", "one", "none")
         elif call.elastic:
@@ -281,8 +324,15 @@ def _states(books: Snapshot) -> Iterator[Violation]:
             yield Violation(Rule.STATE, f"call {id_} state", states, call.state)
         elif call.replica not in books.replicas:
             yield Violation(Rule.STATE, f"call {id_} replica", "one that exists", call.replica)
-        if call.prefilling not in (0, call.prefill):
-            yield Violation(Rule.STATE, f"call {id_} prefilling", f"0 or {call.prefill}", call.prefilling)
+        uncached = _uncached(call, call.blocks - _rest(call))
+        if call.prefilling and (call.prefilling != uncached or call.prefix.computed):
+            yield Violation(Rule.STATE, f"call {id_} prefilling", f"0 or {uncached}", call.prefilling)
+
+
+def _uncached(call: Call, shared: int) -> int:
+    """What counts of its prompt as prefill where so many blocks of it are computed."""
+    left = call.prefill - shared * call.prefix.block_size
+    return left if left >= PREFILL_TOKENS_MIN or not shared else 0
 
 
 def _arrivals(books: Snapshot) -> Iterator[Violation]:
@@ -549,31 +599,51 @@ def _could_use(books: Snapshot, call: Call, replica: Replica) -> bool:
 
 def _fits(books: Snapshot, call: Call, replica: Replica) -> bool:
     idle, nothing_in_prefill = replica.used == 0, replica.prefill == 0
+    uncached = _uncached(call, _shared(books, call, replica))
     return (
         _could_use(books, call, replica)
         and replica.held_for in ("", call.id)
         and (idle or _has_blocks(books, call, replica))
         and (replica.sequences + call.sequences <= replica.sequences_max or replica.sequences == 0)
-        and (nothing_in_prefill or replica.prefill + call.prefill <= replica.prefill_max)
+        and (nothing_in_prefill or replica.prefill + uncached <= replica.prefill_max)
     )
+
+
+def _by_path(books: Snapshot, call: Call, replica: Replica) -> bool:
+    """Whether a call that waits would be charged by its path there."""
+    bases = {other.base for other in books.held.get(replica.name, []) if other.elastic}
+    return call.path != b"" and not call.promised and replica.mode != "guaranteed" and bases <= {call.base}
+
+
+def _shared(books: Snapshot, call: Call, replica: Replica) -> int:
+    """Blocks with which it begins, and that calls there have computed in the cache of now."""
+    if _by_path(books, call, replica) or not replica.cache:
+        return 0
+    names = [(s.id, replica.name, replica.cache, s.blocks) for s in call.prefix.segments]
+    computed = itertools.takewhile(lambda name: books.nodes.get(name, Node()).holders > 0, names)
+    return sum(blocks for *_, blocks in computed)
 
 
 def _has_blocks(books: Snapshot, call: Call, replica: Replica) -> bool:
     """Beside the calls there: for what it holds at first, and for what all of them may hold later."""
     others = books.held.get(replica.name, [])
-    bases = {other.base for other in others if other.elastic}
-    by_path = call.path != b"" and not call.promised and replica.mode != "guaranteed" and bases <= {call.base}
-    if sum(c.held for c in others) + (call.asked if by_path else call.blocks) > replica.limit:
+    by_path, shared = _by_path(books, call, replica), _shared(books, call, replica)
+    nodes = sum(blocks for _, name, _, blocks in books.nodes if name == replica.name)
+    if (
+        sum(c.held for c in others) + nodes + (call.asked if by_path else call.blocks - shared)
+        > replica.limit
+    ):
         return False
-    whole = sum(c.blocks for c in others) + call.blocks
+    whole = sum(map(_rest, others)) + nodes + call.blocks - shared
     newcomer = replace(call, elastic=int(by_path))
-    return whole <= replica.limit or _is_foreseen([*others, newcomer], replica.limit)
+    return whole <= replica.limit or _is_foreseen([*others, newcomer], replica.limit - nodes + shared)
 
 
 def _is_foreseen(held: Sequence[Call], limit: int) -> bool:
     """Whether at every horizon some tilt shows that the chance of these calls to need more than the limit is small:
-    the effective bandwidths of their paths and ln(1 / chance) / theta, beside the whole demands of the others."""
-    assured = sum(call.blocks for call in held if not call.elastic)
+    the effective bandwidths of their paths and ln(1 / chance) / theta, beside the whole demands of the others.  The
+    limit is what their nodes leave of it."""
+    assured = sum(_rest(call) for call in held if not call.elastic)
     base = max((call.base for call in held if call.elastic), default=0)
     sums = _integers(_points(held))
     horizons = [sums[at : at + len(_TILTS)] for at in range(0, len(sums), len(_TILTS))]
@@ -606,6 +676,7 @@ def step_violations(before: Snapshot, after: Snapshot) -> list[Violation]:
     """What is wrong with the way from one snapshot to the next, when one script ran between."""
     checks = (
         _gone_back, _admitted_behind_the_gate, _admitted_above_the_limit, _admitted_unforeseen, _admitted_unkept,
+        _admitted_to_old_nodes,
     )  # fmt: skip
     return [violation for check in checks for violation in check(before, after)]
 
@@ -649,7 +720,11 @@ def _admitted_above_the_limit(before: Snapshot, after: Snapshot) -> Iterator[Vio
             continue
         held = after.held.get(name, [])
         new = _newcomers(before, held)
-        forced = sum(c.held for c in new if not _admitted(c))
+        admitted = {node for c in held if c not in new or _admitted(c) for node in _joined(c)}
+        declared = {node for c in new if not _admitted(c) for node in _joined(c)}
+        forced = sum(c.held for c in new if not _admitted(c)) + sum(
+            blocks for *_, blocks in declared - admitted
+        )
         rest = replica.used - forced - sum(_growth(before, c) for c in held)
         alone = len(held) - sum(not _admitted(c) for c in new) <= 1
         if any(map(_admitted, new)) and rest > replica.limit and rest > was.used and not alone:
@@ -672,13 +747,24 @@ def _admitted_unforeseen(before: Snapshot, after: Snapshot) -> Iterator[Violatio
         changed = any(not _admitted(c) for c in new) or any(_is_changed(before, c) for c in old)
         if was is None or was.limit != replica.limit or changed or len(held) <= 1 or not new:
             continue
-        if replica.full > replica.limit and not _is_foreseen(held, replica.limit):
+        if replica.full > replica.limit and not _is_foreseen(held, replica.limit - replica.shared):
             yield Violation(Rule.FORESEEN, f"replica {name}", "room for what its calls may hold", "none")
 
 
 def _is_changed(before: Snapshot, call: Call) -> bool:
     was = before.calls[call.id]
-    return (was.held, was.elastic, was.base, was.path) != (call.held, call.elastic, call.base, call.path)
+    figures = (was.held, was.elastic, was.base, was.path, was.prefix.joined)
+    return figures != (call.held, call.elastic, call.base, call.path, call.prefix.joined)
+
+
+def _admitted_to_old_nodes(before: Snapshot, after: Snapshot) -> Iterator[Violation]:
+    """Where nothing was learned of the replica's cache meanwhile."""
+    for call in _newcomers(before, after.calls.values()):
+        replica, was = after.replicas.get(call.replica), before.replicas.get(call.replica)
+        if replica is None or was is None or replica.cache != was.cache:
+            continue
+        if _admitted(call) and call.prefix.joined and call.prefix.cache != replica.cache:
+            yield Violation(Rule.SHARED, f"call {call.id} cache", replica.cache, call.prefix.cache)
 
 
 def _admitted_unkept(before: Snapshot, after: Snapshot) -> Iterator[Violation]:

@@ -1,6 +1,6 @@
 """Constants of the queue's order, shared by the specification and the Lua (a test compares them)."""
 
-LAYOUT = 5
+LAYOUT = 6
 """Number of the layout of the keys; two layouts side by side would hand the budget out twice."""
 LOOKAHEAD = 8
 """Flows of one class that a dispatch looks at before it leaves the class."""

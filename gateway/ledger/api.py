@@ -92,7 +92,7 @@ class Grant(msgspec.Struct, frozen=True):
     shared: int = 0
     """Blocks of its prompt that others hold there, so that it was charged only for the rest."""
     cache: int = 0
-    """Number of the cache that they are in, for `distrust`; 0 where it asked for no sharing, or there is none."""
+    """Number of the engine's cache that has them, for `distrust`; 0 where it asked for no sharing, or there is none."""
 
 
 class Reservation(Protocol):

@@ -11,7 +11,7 @@ import msgspec
 
 from gateway.core.order import BATCH_OPS
 from gateway.ledger.connection import Connection
-from gateway.ledger.records import decode_step
+from gateway.ledger.records import Place, decode_step, place_of
 
 log = logging.getLogger(__name__)
 
@@ -65,8 +65,8 @@ class Channel:
     settle, and an admit and the settle of one id never share a batch.
     """
 
-    def __init__(self, wake_prefix: str, offer: Callable[[str, str], None]) -> None:
-        """`offer` gets the outbox, grants not claimed yet, after a batch's results: id and replica."""
+    def __init__(self, wake_prefix: str, offer: Callable[[str, Place], None]) -> None:
+        """`offer` gets the outbox, grants not claimed yet, after a batch's results: id and place."""
         self._wake_prefix = wake_prefix
         self._offer = offer
         self._frees: deque[Op] = deque()
@@ -178,8 +178,8 @@ class Channel:
         self._batch = None
         for op, result in paired:
             op.finish(result)
-        for id_, replica in zip(outbox[::2], outbox[1::2], strict=True):
-            self._offer(id_, replica)
+        for id_, told in zip(outbox[::2], outbox[1::2], strict=True):
+            self._offer(id_, place_of(told))
         return Reply("ok", policy, bool(more))
 
     def _gather(self, heartbeat: Op | None) -> list[Op]:

@@ -1,6 +1,6 @@
 """The records of the store: their fields by position (`lua/lib/records.lua`), and what the scripts take and answer."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -9,18 +9,19 @@ from gateway.core.books import FleetConfig
 FIELDS: dict[str, tuple[str, ...]] = {
     "replica": (
         "pool", "limit", "usable", "sequences_usable", "sequences_max", "prefill_max", "used", "sequences", "prefill",
-        "state", "held_for", "mode", "full", "assured", "elastic", "base", "sums",
+        "state", "held_for", "mode", "full", "assured", "elastic", "base", "sums", "shared", "cache", "distrusted",
     ),
     "call": (
         "state", "owner", "replica", "pool", "key", "class", "lane", "blocks", "sequences", "prefill", "prefilling",
         "cost", "deadline", "arrival", "passed", "attempt", "charged", "exclude", "prefer", "charge", "once",
-        "fingerprint", "held", "asked", "base", "path", "elastic", "promised",
+        "fingerprint", "held", "asked", "base", "path", "elastic", "promised", "prefix",
     ),
     "key": ("weight", "blocks_max", "requests_max", "pool_share", "blocks", "calls", "quotas", "pools"),
     "flow": ("tag", "waiting", "blocks", "weight", "parked", "owed", "resume", "later", "returned"),
     "session": ("batch", "told", "declared", "count", "sum"),
     "forecast": ("ends",),
     "once": ("id",),
+    "node": ("nodes",),
     "line": ("virtual", "waiting", "blocks", "weights", "credit"),
     "lane": ("blocked", "book", "since"),
     "capacity": (
@@ -31,6 +32,8 @@ FIELDS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
+NODE_WIDTH = 5
+"""Values of each node in a record of nodes: replica, number of its cache, blocks, holders, newcomers."""
 _BYTES = {"replica": "sums", "call": "path"}
 """The field of a record that is no text: Lua has one kind of string for both."""
 _STR_8, _STR_0 = b"\xd9", b"\xa0"
@@ -81,6 +84,20 @@ def config_arguments(config: FleetConfig) -> tuple[bytes, bytes]:
         [r.name, r.pool, r.limit, r.usable, r.sequences_max, r.prefill_max, r.mode] for r in config.replicas
     ]
     return msgspec.msgpack.encode(fleet), msgspec.msgpack.encode(replicas)
+
+
+class Place(NamedTuple):
+    """Where a call is, as the store tells."""
+
+    replica: str
+    """Empty where its ticket went to another key."""
+    joined: int = 0
+    """How many of its segments it shares, of a call that asks for it, and the number of the cache that has them."""
+    cache: int = 0
+
+
+def place_of(told: str | list[Any]) -> Place:
+    return Place(told) if isinstance(told, str) else Place(*told)
 
 
 def decode_step(reply: list[Any]) -> list[Any]:

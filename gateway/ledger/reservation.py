@@ -4,14 +4,14 @@ import asyncio
 from collections.abc import Callable
 from enum import Enum, auto
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gateway.core import quota
 from gateway.core.forecast import Run
 from gateway.core.outcomes import Refusal
 from gateway.ledger.api import Admission, Grant, Lost
 from gateway.ledger.channel import Result
-from gateway.ledger.records import path_argument
+from gateway.ledger.records import Place, path_argument, place_of
 
 if TYPE_CHECKING:
     from gateway.ledger.valkey import ValkeyLedger
@@ -35,9 +35,10 @@ class Ask:
     """`Reservation` of the Valkey ledger.  All methods run on the event loop; results come from the channel's task."""
 
     __slots__ = (
-        "_answer", "_asked_at", "_claiming", "_grown", "_is_expected", "_leaves", "_ledger", "_left", "_lost",
-        "_position", "_predicted_ms", "_timer", "_unheard", "_used", "abandoned", "admission", "base",
-        "by_force", "exclude", "held", "id", "path", "phase", "prefill", "queued", "replica", "run", "started_at",
+        "_answer", "_asked_at", "_cache", "_claiming", "_computed", "_grown", "_is_expected", "_joined", "_leaves",
+        "_ledger", "_left", "_lost", "_position", "_predicted_ms", "_timer", "_unheard", "_used", "abandoned",
+        "admission", "base", "by_force", "exclude", "held", "id", "path", "phase", "prefill", "queued", "replica",
+        "run", "started_at",
     )  # fmt: skip
 
     def __init__(self, ledger: "ValkeyLedger", id_: str, admission: Admission, lost: Lost) -> None:
@@ -66,6 +67,10 @@ class Ask:
         """What it holds of a prefill budget until its first token."""
         self.held, self.base, self.path = admission.held, admission.base, admission.path
         """What it said last of what it holds and may hold."""
+        self._joined = self._cache = 0
+        """How many of its segments it shares, as the store has told, and the number of the cache that has them."""
+        self._computed = False
+        """It is past its first token."""
         self._grown = False
         """That is not what it was admitted with."""
         self._claiming = False
@@ -100,6 +105,7 @@ class Ask:
             return self._ledger.lost_refusal()
         self.exclude = (*self.exclude, exclude)
         self.prefill = self.admission.prefill
+        self._joined, self._cache, self._computed = 0, 0, False
         self.run = None
         self.phase = Phase.MOVING
         answer = self._expect()
@@ -109,14 +115,17 @@ class Ask:
         return await answer
 
     def first_token(self) -> None:
-        if self.phase is not Phase.RESERVED or not self.prefill:
+        if self.phase is not Phase.RESERVED or self._computed:
+            return
+        self._computed = True
+        if not self.prefill and not self.admission.segments:
             return
         self.prefill = 0
         self._ledger.sharing.first_token(self.id)
         if self._ledger.channel.declares(self.id):  # an F would overtake it, and find nothing
             self.redeclare(self.by_force)
         else:
-            self._ledger.channel.free(["F", self.id], partial(self._on_claim, self.id))
+            self._ledger.channel.free(["F", self.id], partial(self._on_first_token, self.id))
         self._ledger.wake()
 
     def grow(self, held: int, base: int, path: bytes) -> None:
@@ -175,10 +184,11 @@ class Ask:
         a = self.admission
         arguments = [
             "A", self.id, a.key, a.class_, a.lane, a.blocks, a.sequences, a.prefill, a.cost, self._wait_left_ms(),
-            a.weight, a.blocks_max, a.requests_max, a.pool_share, a.queue_max, a.queue_key_max, [],
+            a.weight, a.blocks_max, a.requests_max, a.pool_share, a.queue_max, a.queue_key_max, list(a.prefer),
             list(self.exclude), quota.arguments(a.charges) if a.charges else [], self._fingerprint(), a.once,
             0 if self.queued else a.standing, self.held, self.base,
             path_argument(self.path) if self.path else "", int(a.promised),
+            [a.block_size, a.segments] if a.segments else [],
         ]  # fmt: skip
         self._ledger.channel.admit(arguments, partial(self._on_admit, self.id))
 
@@ -193,9 +203,16 @@ class Ask:
         arguments = [
             "R", self.id, self.replica, a.key, a.class_, a.lane, a.blocks, a.sequences, self.prefill, a.cost, a.weight,
             a.blocks_max, a.requests_max, a.pool_share, int(self.by_force), self._fingerprint(), a.once,
-            self.held, self.base, path_argument(self.path), int(a.promised),
+            self.held, self.base, path_argument(self.path), int(a.promised), self._prefix(),
         ]  # fmt: skip
         self._ledger.channel.move(arguments, partial(self._on_redeclare, self.id))
+
+    def _prefix(self) -> list[Any]:
+        """How its prompt begins, and what of it the store said that it shares."""
+        a = self.admission
+        if not a.segments:
+            return []
+        return [a.block_size, a.segments, self._cache, self._joined, int(self._computed)]
 
     def rebuild(self, force: bool) -> None:
         """The store knows nothing of this owner any more: say again what is wanted or held."""
@@ -220,12 +237,12 @@ class Ask:
     def refuse(self, refusal: Refusal) -> None:
         self._resolve(refusal)
 
-    def offered(self, replica: str) -> None:
+    def offered(self, place: Place) -> None:
         """The outbox lists this call: it has blocks on a replica from now on, or its ticket went to another key."""
-        if not replica:
+        if not place.replica:
             return self._displaced()
         if self.phase is Phase.QUEUED:
-            self._reserved(replica)
+            self._take_place(place)
         if self.phase is Phase.RESERVED and not self._claiming:
             self._claiming = True
             self._ledger.channel.free(["K", self.id], partial(self._on_claim, self.id))
@@ -263,7 +280,7 @@ class Ask:
             self._claiming = True
             if self.admission.charges:
                 self._left = quota.lefts(self.admission.charges, result[2:]) or self._left
-            self._reserved(result[1])
+            self._take_place(place_of(result[1]))
         elif result[0] == "ticket":
             self._note_ticket(*result[1:])
             self._wait_in_queue()
@@ -301,9 +318,14 @@ class Ask:
         else:
             self.ask()
 
+    def _on_first_token(self, id_: str, result: Result) -> None:
+        if result[0] == "ok":
+            self._ledger.claimed(id_)
+        if id_ == self.id and self._computed and len(result) > 1:
+            self._joined = result[1]
+
     def _on_claim(self, id_: str, result: Result) -> None:
-        """Of K and F: both leave a claimed reservation behind unless it is gone."""
-        if result[0] in ("grant", "ok"):
+        if result[0] == "grant":
             self._ledger.claimed(id_)
 
     def _on_grow(self, id_: str, result: Result) -> None:
@@ -370,6 +392,10 @@ class Ask:
         self.queued = True
         self._arm(self._wait_left_ms() / 1000, self._waited_out)
 
+    def _take_place(self, place: Place) -> None:
+        self._joined, self._cache = place.joined, place.cache
+        self._reserved(place.replica)
+
     def _reserved(self, replica: str) -> None:
         self.phase = Phase.RESERVED
         self.replica = replica
@@ -378,7 +404,13 @@ class Ask:
         if self._grown:  # the store may have given it a place with what it held before
             self._tell_growth()
         waited_ms = int((self._ledger.now() - self._asked_at) * 1000)
-        self._resolve(Grant(replica, waited_ms, self.queued, self._position, self._predicted_ms, self._left))
+        shared = sum(segment.blocks for segment in self.admission.segments[: self._joined])
+        self._resolve(
+            Grant(
+                replica, waited_ms, self.queued, self._position, self._predicted_ms, self._left,
+                shared=shared, cache=self._cache,
+            )
+        )  # fmt: skip
 
     def _refused(self, result: Result) -> None:
         """After an error it is not known what the store holds of the call."""

@@ -29,7 +29,7 @@ class Seats:
         allowed = learned.budgets(configured)
         told = msgspec.json.encode(learned).decode()
         answer = await self._answer(
-            "learn", self._scraper, replica, number, *_lowered(allowed, configured), told
+            "learn", self._scraper, replica, number, *_lowered(allowed, configured), told, learned.cache
         )
         return _seat(answer) is not None
 

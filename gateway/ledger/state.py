@@ -122,6 +122,7 @@ def _pools(
             "debt": _debt(row),
             "mode": row["mode"],
             "demand": row["full"],
+            "shared_blocks": row["shared"],
             "elastic": row["elastic"],
             "sequences": row["sequences"],
             "sequences_limit": row["sequences_max"],

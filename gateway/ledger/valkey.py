@@ -28,7 +28,7 @@ from gateway.ledger.closed import Closed
 from gateway.ledger.connection import REPLY_SECONDS, Connection
 from gateway.ledger.fingerprints import Fingerprints
 from gateway.ledger.keeper import Keeper
-from gateway.ledger.records import decode_text, path_argument
+from gateway.ledger.records import Place, decode_text, path_argument
 from gateway.ledger.reservation import Ask, Phase
 from gateway.ledger.scripts import fleet_keys, key_prefix
 from gateway.ledger.seats import Seats
@@ -223,7 +223,7 @@ class ValkeyLedger:
         arguments = [
             "Q", blocks_min, a.blocks, a.key, a.class_, a.lane, a.sequences, a.cost, a.wait_ms, a.weight, a.blocks_max,
             a.requests_max, a.pool_share, a.queue_max, a.queue_key_max, a.standing, *ahead,
-            a.held, a.base, path_argument(a.path), int(a.promised),
+            a.held, a.base, path_argument(a.path), int(a.promised), [a.block_size] if a.block_size else [],
         ]  # fmt: skip
         self.channel.ask(arguments, partial(_tell, answer))
         self.wake()
@@ -483,11 +483,11 @@ class ValkeyLedger:
         runs = (ask.run for ask in self._asks.values() if ask.run and ask.phase is Phase.RESERVED)
         return [*self.digest(), self.forecast.next_ends(runs, self.now())]
 
-    def offer(self, id_: str, replica: str) -> None:
+    def offer(self, id_: str, place: Place) -> None:
         """A grant from the outbox.  One that this process does not know is settled."""
         ask = self._asks.get(id_)
         if ask:
-            ask.offered(replica)
+            ask.offered(place)
         else:
             self._settle_unknown(id_)
 

@@ -27,10 +27,11 @@ from gateway.core.invariants import (
     Violation,
     violations,
 )
+from gateway.core.nodes import Node, NodeName
 from gateway.core.order import LAYOUT
 from gateway.core.outcomes import OperatorError
 from gateway.ledger.connection import close_client, new_client
-from gateway.ledger.records import decode_record, decode_rests
+from gateway.ledger.records import NODE_WIDTH, decode_record, decode_rests
 from gateway.ledger.scripts import fleet_keys
 from gateway.ledger.wire import StoreAway
 
@@ -42,7 +43,7 @@ PAUSE_SECONDS = 0.02
 """Between reads."""
 PAGE_SECONDS = 2.0
 """A store that has not answered a page by then is away."""
-_HASHES = ("replicas", "calls", "keys", "flows", "once")
+_HASHES = ("replicas", "calls", "keys", "flows", "once", "prefixes")
 _ZSETS = (
     "queue",
     "order",
@@ -201,6 +202,7 @@ def snapshot_of(content: Content) -> Snapshot:
         sessions=reader.table("sessions", "session", SessionRecord),
         indexes=_indexes(content),
         place_ends=_scores(content["place_ends"]),
+        nodes=reader.nodes(),
         once={name: row.id for name, row in reader.table("once", "once", _Once).items()},
         rests=reader.rests(),
         unreadable=tuple(reader.unreadable),
@@ -227,6 +229,19 @@ class _Reader:
         except msgspec.MsgspecError:
             self.unreadable.append("meta rests")
             return {}
+
+    def nodes(self) -> dict[NodeName, Node]:
+        """A segment's nodes on all replicas are one record."""
+        found: dict[NodeName, Node] = {}
+        for id_, row in self.table("prefixes", "node", _Row).items():
+            each = zip(*(iter(row.nodes),) * NODE_WIDTH, strict=True)
+            try:
+                parts = msgspec.convert(list(each), list[tuple[str, int, int, int, int]])
+            except (ValueError, msgspec.MsgspecError):
+                self.unreadable.append(f"prefixes {id_}")
+                continue
+            found |= {(id_, name, cache, blocks): Node(*counts) for name, cache, blocks, *counts in parts}
+        return found
 
     def table(self, key: str, kind: str, type_: type[T], prefix: str = "", parts: int = 1) -> dict[str, T]:
         """The records of a hash by field without the prefix; a field has so many parts between colons."""
@@ -265,6 +280,11 @@ class _Lane:
 @dataclass(frozen=True, slots=True)
 class _Once:
     id: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    nodes: list[Any]
 
 
 def _record(kind: str, name: str, packed: bytes, type_: type[T]) -> T:

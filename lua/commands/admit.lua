@@ -9,12 +9,13 @@
 --- @include "lib/places"
 --- @include "lib/once"
 -- A id key class lane blocks sequences prefill cost wait_ms weight blocks_max requests_max pool_share queue_max
--- queue_key_max prefer exclude charge fingerprint once standing held base path promised: admit.
+-- queue_key_max prefer exclude charge fingerprint once standing held base path promised prefix: admit.
 -- fingerprint: of key, route and body, '' until it is asked for.  once: hash of key and `Idempotency-Key`, always with a
 -- fingerprint, '' = none.  standing: 1 = it may wait only in a place that was left, 2 = it comes back when it was asked
 -- to, 0 = as others.  held, base, path: what it is to hold at first (-1 = all) and later, where it is charged by its path
--- ('' = nowhere).  promised: 1 = the guarantee.
--- grant replica missing_us... | ticket position wait_ms missing_us... | fingerprint: ask again with it |
+-- ('' = nowhere).  promised: 1 = the guarantee.  prefix: block size, and {id, blocks} of each segment with which the prompt
+-- begins; {} = it shares nothing.
+-- grant place missing_us... | ticket position wait_ms missing_us... | fingerprint: ask again with it |
 -- refused code knob measured limit retry_ms
 
 -- Refusals that no waiting can change.
@@ -57,7 +58,7 @@ local function enqueue(id, call, place)
 end
 
 function admit.check(op)
-  check.length(op, 26)
+  check.length(op, 27)
   check.id(op)
   check.names(op, 3, 5)
   check.integers(op, 6, 7, 1) -- blocks, sequences
@@ -72,11 +73,12 @@ function admit.check(op)
   check.integers(op, 22, 22, 0) -- standing
   check.path(op, 23)
   check.flag(op, 26) -- promised
+  check.prefix(op, 27, op[6])
 end
 
 function admit.run(owner, id, key, class, lane, blocks, sequences, prefill, cost, wait_ms, weight, blocks_max,
                    requests_max, pool_share, queue_max, queue_key_max, prefer, exclude, charge, fingerprint, named,
-                   standing, held, base, path, promised)
+                   standing, held, base, path, promised, prefix)
   if owners.foreign(owner, id) then return {'refused', 'id', '', 0, 0, 0} end
   if rows.fetch(records.calls, id) then return claim.run(owner, id) end
   if not books.config.pools[lane] or not books.config.shares[class] then
@@ -86,7 +88,8 @@ function admit.run(owner, id, key, class, lane, blocks, sequences, prefill, cost
     blocks = blocks, sequences = sequences, prefill = prefill, prefilling = 0, cost = cost,
     deadline = books.meta.clock + wait_ms, arrival = 0, passed = 0, attempt = 0, charged = 0, exclude = exclude,
     prefer = prefer, charge = {},
-    once = named, fingerprint = named ~= '' and fingerprint or '', held = 0, elastic = 0, promised = promised}
+    once = named, fingerprint = named ~= '' and fingerprint or '', held = 0, elastic = 0, promised = promised,
+    prefix = prefixes.of(prefix)}
   elastic.want(call, held, base, path)
   local refusal = once.refuse(call) or refusals.shut()
   if refusal then return refusal end
@@ -98,9 +101,10 @@ function admit.run(owner, id, key, class, lane, blocks, sequences, prefill, cost
   if replica then
     number(call)
     reserve.pay(call)
+    prefixes.share(call, replica)
     reserve.take(id, call, replica, 'reserved')
     once.claim(id, call)
-    return quotas.pay(call, charge, {'grant', replica.name})
+    return quotas.pay(call, charge, {'grant', prefixes.told(call)})
   end
   if fingerprint == '' and queue_max > 0 and places.any(flows.name_of(call)) then return {'fingerprint'} end
   local place = places.first(call, fingerprint)

@@ -2,7 +2,7 @@
 --- @include "lib/appointments"
 --- @include "lib/check"
 --- @include "lib/queue"
--- K id: claim a grant found in the outbox.  grant replica | ticket position wait_ms | gone | refused code knob measured
+-- K id: claim a grant found in the outbox.  grant place | ticket position wait_ms | gone | refused code knob measured
 -- limit retry_ms
 
 function claim.check(op)
@@ -21,5 +21,5 @@ function claim.run(owner, id)
     return {'refused', 'queue_full', 'displaced', 0, 0, appointments.wait_told(call)}
   end
   reserve.claim(id, call)
-  return {'grant', call.replica}
+  return {'grant', prefixes.told(call)}
 end

@@ -1,6 +1,7 @@
 --- @include "lib/owners"
 --- @include "lib/check"
--- F id: the prompt is computed, its share of the prefill budget is given back.  ok | gone
+-- F id: the prompt is computed: its share of the prefill budget is given back, and others may share what it begins with.
+-- ok, and of a call that asks to share how many of its segments it does now | gone
 
 function first_token.check(op)
   check.length(op, 2)
@@ -11,14 +12,7 @@ function first_token.run(owner, id)
   local call = owners.mine(owner, id)
   if not owners.holds(call) then return {'gone'} end
   reserve.claim(id, call)
-  if call.prefilling > 0 then
-    local replica = books.replicas[call.replica]
-    replica.prefill = replica.prefill - call.prefilling
-    books.store_replica(replica)
-    books.room = books.room + 1
-    call.prefilling = 0
-    rows.store(records.calls, id, call)
-    books.meta.dirty = 1
-  end
-  return {'ok'}
+  reserve.end_prefill(id, call)
+  reserve.compute(id, call)
+  return {'ok', prefixes.any(call) and prefixes.joined(call) or nil}
 end

@@ -2,17 +2,19 @@
 --- @include "lib/check"
 --- @include "lib/queue"
 -- R id replica key class lane blocks sequences prefill cost weight blocks_max requests_max pool_share force fingerprint
--- once held base path promised: a running call says where it runs and what it holds, after its owner lost its lease or
--- the store its data.  Where another call was admitted under its `once` meanwhile, that one keeps it.
+-- once held base path promised prefix: a running call says where it runs and what it holds, after its owner lost its lease
+-- or the store its data.  prefill: what it still holds.  prefix: as in A, then number of the cache, how many segments are
+-- in nodes there, and 1 where it is past its first token.  Where another call was admitted under its `once` meanwhile,
+-- that one keeps it.
 -- same | declared | no_room | refused id | error text
 
 local function has_room(call, replica)
   return (replica.sequences + call.sequences <= replica.sequences_max or replica.sequences == 0)
-    and elastic.has_blocks(call, replica)
+    and elastic.has_blocks(call, replica, prefixes.known(call, replica))
 end
 
 function redeclare.check(op)
-  check.length(op, 21)
+  check.length(op, 22)
   check.id(op)
   check.names(op, 3, 6)
   check.integers(op, 7, 8, 1) -- blocks, sequences
@@ -23,10 +25,11 @@ function redeclare.check(op)
   check.hashes(op, 16, 17) -- fingerprint, once
   check.path(op, 18)
   check.flag(op, 21) -- promised
+  check.prefix(op, 22, op[7])
 end
 
 function redeclare.run(owner, id, name, key, class, lane, blocks, sequences, prefill, cost, weight, blocks_max,
-                       requests_max, pool_share, force, fingerprint, named, held, base, path, promised)
+                       requests_max, pool_share, force, fingerprint, named, held, base, path, promised, prefix)
   if owners.foreign(owner, id) then return {'refused', 'id', '', 0, 0, 0} end
   local known = rows.fetch(records.calls, id)
   if known and known.state == 'displaced' then
@@ -37,6 +40,8 @@ function redeclare.run(owner, id, name, key, class, lane, blocks, sequences, pre
     if known.replica ~= name then return {'error', 'declared on another replica'} end
     reserve.claim(id, known)
     reserve.recount(id, known, held, base, path)
+    if prefill == 0 then reserve.end_prefill(id, known) end
+    if prefixes.is_computed(prefix) then reserve.compute(id, known) end
     return {'same'}
   end
   -- A call runs where nobody places calls any more: its blocks count until it ends.
@@ -46,7 +51,7 @@ function redeclare.run(owner, id, name, key, class, lane, blocks, sequences, pre
   local call = {state = 'none', owner = owner, replica = '', pool = '', key = key, class = class, lane = lane,
     blocks = blocks, sequences = sequences, prefill = prefill, prefilling = 0, cost = cost, deadline = books.meta.clock,
     arrival = 0, passed = 0, attempt = 0, charged = 0, exclude = {}, prefer = {}, charge = {}, once = '',
-    fingerprint = '', held = 0, elastic = 0, promised = promised}
+    fingerprint = '', held = 0, elastic = 0, promised = promised, prefix = prefixes.of(prefix)}
   elastic.want(call, held, base, path)
   if force == 0 and not has_room(call, replica) then return {'no_room'} end
   if known then queue.withdraw(id, known, '') end
@@ -56,5 +61,6 @@ function redeclare.run(owner, id, name, key, class, lane, blocks, sequences, pre
   if named ~= '' and not rows.fetch(records.once, named) then call.once, call.fingerprint = named, fingerprint end
   once.claim(id, call)
   reserve.take(id, call, replica, 'reserved')
+  if prefixes.joined(call) > 0 then prefixes.renew() end
   return {'declared'}
 end

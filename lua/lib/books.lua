@@ -4,7 +4,7 @@
 --- @include "lib/fronts"
 --- @include "lib/elastic"
 -- The content of one fleet's keys while a script runs, and the ledger clock.
-local LAYOUT, WORK = 5, 32
+local LAYOUT, WORK = 6, 32
 
 local meta_key -- of the fleet
 local pools -- name -> rows of its replicas
@@ -35,6 +35,7 @@ function books.begin(keys)
   books.wakes = {} -- owners with new grants
   books.holds = 0 -- replicas that are held for a call, at most
   books.room = 0 -- rises when a replica has more room or is no longer held: until then what did not fit does not fit
+  books.turns = 0 -- rises when a node, or what a replica's cache is, changes: what a call may share is another then
   books.moves = 0 -- rises when anything else changes that decides who starts next
   books.horizon = {} -- line -> last member of ORDER that a dispatch looks at; what comes after it decides nothing
   books.stuck = {} -- lane -> room + moves when nothing could be done in it
@@ -145,7 +146,7 @@ end
 function books.new_replica(name, pool)
   return {name = name, pool = pool, limit = 0, usable = 0, sequences_usable = 0, sequences_max = 0, prefill_max = 0,
     used = 0, sequences = 0, prefill = 0, state = 'removed', held_for = '', mode = 'guaranteed', full = 0, assured = 0,
-    elastic = 0, base = 0, sums = ''}
+    elastic = 0, base = 0, sums = '', shared = 0, cache = 0, distrusted = 0}
 end
 
 -- A replica came, changed its pool, or went (nil).
@@ -244,6 +245,7 @@ function books.write(wake_prefix)
   rows.write(records.sessions)
   rows.write(records.forecasts)
   rows.write(records.once)
+  rows.write(records.nodes)
   zsets.write(zsets.OWNED, books.owned)
   zsets.write(zsets.OUTBOX, books.outbox)
   zsets.write(zsets.DEADLINES, books.deadlines)

@@ -2,6 +2,7 @@
 -- An op is checked whole before it writes anything: a number that is no integer within 2^53 must never reach the books.
 -- An argument of another type fails where it is compared; op[1] is the op's letter, argument i is op[i + 1].
 local INTEGER_MAX, QUOTA_BUCKETS, FORECAST_ENDS, FORECAST_REACH_MS = 9007199254740992, 6, 32, 3600000
+local SEGMENTS_MAX = 4
 
 local function refuse(i, kind)
   error('argument ' .. i - 1 .. ' is not ' .. kind, 0)
@@ -53,6 +54,38 @@ function check.path(op, first)
   if type(path) ~= 'string' or (path ~= '' and #path ~= elastic.PATH_BYTES) then refuse(first + 2, 'a path') end
   if held == 0 then refuse(first, 'at least one block') end
   if path ~= '' and base == 0 then refuse(first + 1, 'a size') end
+end
+
+-- A segment: its id, and a number of blocks.
+local function segment(pair, i)
+  if type(pair) ~= 'table' or #pair ~= 2 or type(pair[1]) ~= 'string' or #pair[1] ~= 32
+    or string.find(pair[1], '[^0-9a-f]') then refuse(i, 'a list of segments') end
+  check.integers(pair, 2, 2, 1)
+end
+
+-- Block size, segments of less than so many blocks, and of a call that is declared again number of the cache, how many
+-- are in nodes, and 1 where it is past its first token; or nothing.
+function check.prefix(op, i, blocks)
+  local prefix, sum = op[i], 0
+  if type(prefix) ~= 'table' then refuse(i, 'a list') end
+  if #prefix == 0 then return end
+  local segments = prefix[2]
+  check.integers(prefix, 1, 1, 1)
+  if type(segments) ~= 'table' or #segments == 0 or #segments > SEGMENTS_MAX then refuse(i, 'a list of segments') end
+  for _, pair in ipairs(segments) do
+    segment(pair, i)
+    sum = sum + pair[2]
+  end
+  if sum >= blocks then refuse(i, 'a part of the demand') end
+  if #prefix == 2 then return end
+  check.integers(prefix, 3, 5, 0)
+  if prefix[4] > #segments or prefix[5] > 1 or (prefix[4] > 0 and prefix[3] == 0) then refuse(i, 'a part of its segments') end
+end
+
+-- The block size where a call may come to have segments; or nothing.
+function check.block_size(op, i)
+  if type(op[i]) ~= 'table' or #op[i] > 1 then refuse(i, 'a list') end
+  check.integers(op[i], 1, #op[i], 1)
 end
 
 function check.flag(op, i)

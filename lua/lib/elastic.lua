@@ -1,4 +1,5 @@
 --- @include "lib/books"
+--- @include "lib/prefixes"
 -- Calls that are charged by what they may hold later, and whether a replica takes one more: gateway/core/elastic.py has
 -- the rule.  A path has POINTS integers, TILTS for each horizon; packed, 4 bytes each, highest first.
 local POINTS, TILTS, SCALE, SUM_MAX = 33, 3, 64, 4294967295
@@ -23,10 +24,11 @@ local function points(row, packed)
   return row.points
 end
 
--- Whether the call is charged by its path there; sums of paths for different sizes would say nothing.
-local function is_by_path(call, replica)
+-- Whether the call is charged by its path there; sums of paths for different sizes would say nothing, and who shares
+-- stays charged in full.
+function elastic.is_by_path(call, replica)
   return call.path ~= '' and call.promised == 0 and replica.mode ~= 'guaranteed'
-    and (replica.elastic == 0 or replica.base == call.base)
+    and (replica.elastic == 0 or replica.base == call.base) and prefixes.joined(call) == 0
 end
 
 -- What the call is to hold from now on, held -1 = all of its blocks, and its path.  Without one it is charged in full.
@@ -41,7 +43,7 @@ end
 
 -- Blocks that the call would hold there at first.
 function elastic.blocks(call, replica)
-  return is_by_path(call, replica) and call.asked or call.blocks
+  return elastic.is_by_path(call, replica) and call.asked or call.blocks
 end
 
 -- The least that it would hold anywhere.
@@ -59,13 +61,14 @@ local function rooms(room, base, rare)
   return room - margin(base, TILT_1, rare), room - margin(base, TILT_2, rare), room - margin(base, TILT_3, rare)
 end
 
--- Whether what the calls there will hold stays below the limit with this one, in all likelihood.
-function elastic.bound_holds(call, replica)
+-- Whether what the calls there will hold stays below the limit with this one, which shares so many blocks, in all
+-- likelihood.
+function elastic.bound_holds(call, replica, shared)
   local room, path, base = SCALE * (replica.limit - replica.assured), nil, replica.base
-  if is_by_path(call, replica) then
+  if elastic.is_by_path(call, replica) then
     path, base = points(call, call.path), call.base
   else
-    room = room - SCALE * call.blocks
+    room = room - SCALE * (call.blocks - shared)
   end
   local first, second, third = rooms(room, base, RARE)
   local sums = points(replica, replica.sums)
@@ -78,10 +81,10 @@ function elastic.bound_holds(call, replica)
   return true
 end
 
--- For what it would hold now, and in all likelihood for what all calls there will hold later.
-function elastic.has_blocks(call, replica)
-  return replica.used == 0 or (replica.used + elastic.blocks(call, replica) <= replica.limit
-    and (replica.full + call.blocks <= replica.limit or elastic.bound_holds(call, replica)))
+-- For what it would hold now beside what it shares, and in all likelihood for what all calls there will hold later.
+function elastic.has_blocks(call, replica, shared)
+  return replica.used == 0 or (replica.used + elastic.blocks(call, replica) - shared <= replica.limit
+    and (replica.full + call.blocks - shared <= replica.limit or elastic.bound_holds(call, replica, shared)))
 end
 
 -- The sums with the call's path, or without it (direction -1); nil where one is more than the record holds.
@@ -95,24 +98,26 @@ local function added(call, replica, direction)
   return changed
 end
 
--- Put its blocks on the replica: by its path where that can be, else all that it may ever need.
+-- Put its own blocks on the replica: by its path where that can be, else all that it may ever need.
 function elastic.count(call, replica)
-  local sums = is_by_path(call, replica) and added(call, replica, 1)
-  call.elastic, call.held = sums and 1 or 0, sums and call.asked or call.blocks
-  replica.used, replica.full = replica.used + call.held, replica.full + call.blocks
+  local sums = elastic.is_by_path(call, replica) and added(call, replica, 1)
+  local own = prefixes.own(call)
+  call.elastic, call.held = sums and 1 or 0, sums and call.asked or own
+  replica.used, replica.full = replica.used + call.held, replica.full + own
   if sums then
     replica.elastic, replica.base = replica.elastic + 1, call.base
     replica.points, replica.sums = sums, nil
   else
-    replica.assured = replica.assured + call.blocks
+    replica.assured = replica.assured + own
   end
 end
 
 -- Take off exactly what was put there.
 function elastic.uncount(call, replica)
-  replica.used, replica.full = replica.used - call.held, replica.full - call.blocks
+  local own = prefixes.own(call)
+  replica.used, replica.full = replica.used - call.held, replica.full - own
   if call.elastic == 0 then
-    replica.assured = replica.assured - call.blocks
+    replica.assured = replica.assured - own
   elseif replica.elastic > 1 then
     replica.elastic = replica.elastic - 1
     replica.points, replica.sums = added(call, replica, -1), nil

@@ -211,11 +211,11 @@ local function start_of(call, ends)
   return nil
 end
 
--- Where calls are charged by their paths an end does not say how much fits then.
-local function has_paths(lane)
+-- Where calls are charged by their paths, or share, an end does not say how much fits then.
+local function is_uncertain(lane)
   for _, pool in ipairs(books.config.pools[lane]) do
     for _, replica in ipairs(books.pool(pool)) do
-      if replica.elastic > 0 then return true end
+      if replica.elastic > 0 or replica.shared > 0 then return true end
     end
   end
   return false
@@ -228,7 +228,7 @@ function forecast.wait(call)
   local flow = rows.fetch(records.flows, flows.name_of(call))
   if flow.parked == 1 or placement.capped(call) then return nil end
   if flow.waiting == 0 and placement.place('', call) then return 0 end
-  if has_paths(call.lane) then return nil end
+  if is_uncertain(call.lane) then return nil end
   books.rehearsed = true
   local due = start_of(call, ends_ahead())
   return due and math.floor((due - books.meta.clock) * (100 + FORECAST_MARGIN_PERCENT) / 100)

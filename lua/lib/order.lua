@@ -81,6 +81,7 @@ local function grant(id, call, replica, by_credit)
   end
   reserve.pay(call)
   queue.leave(id, call)
+  prefixes.share(call, replica)
   reserve.take(id, call, replica, 'unclaimed')
   earn(call)
   books.wakes[call.owner] = true

@@ -66,13 +66,13 @@ function owners.open_gate()
   end
 end
 
--- The caller's own unclaimed grants: id, replica, id, replica...
+-- The caller's own unclaimed grants: id and place of each (prefixes.told).
 function owners.outbox(owner)
   local told = {}
   for _, member in ipairs(zsets.with_prefix(zsets.OUTBOX, owner, OUTBOX_MAX)) do
     local id = zsets.last_part(member)
     told[#told + 1] = id
-    told[#told + 1] = rows.fetch(records.calls, id).replica
+    told[#told + 1] = prefixes.told(rows.fetch(records.calls, id))
   end
   return told
 end

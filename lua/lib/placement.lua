@@ -1,6 +1,7 @@
 --- @include "lib/flows"
 --- @include "lib/drain"
 --- @include "lib/elastic"
+--- @include "lib/prefixes"
 -- Where a call fits.
 local POOL_SHARE_SCALE = 1000000
 
@@ -57,10 +58,10 @@ function placement.could_use(call, replica)
     and within_part(call, replica.pool)
 end
 
--- All but the blocks.
-local function fits_besides(id, call, replica)
+-- All but the blocks; shared: those that it shares there.
+local function fits_besides(id, call, replica, shared)
   return (replica.sequences + call.sequences <= replica.sequences_max or replica.sequences == 0)
-    and (replica.prefill + call.prefill <= replica.prefill_max or replica.prefill == 0)
+    and (replica.prefill + prefixes.prefill(call, shared) <= replica.prefill_max or replica.prefill == 0)
     and (replica.held_for == '' or replica.held_for == id)
     and placement.could_run(call, replica)
 end
@@ -74,8 +75,8 @@ local function percent(replica)
   return math.floor(replica.used * 100 / math.max(replica.limit, 1))
 end
 
-local function fits(id, call, replica)
-  return elastic.has_blocks(call, replica) and fits_besides(id, call, replica)
+local function fits(id, call, replica, shared)
+  return elastic.has_blocks(call, replica, shared) and fits_besides(id, call, replica, shared)
 end
 
 -- Whether the blocks alone rule the pool out.
@@ -87,19 +88,23 @@ end
 
 -- The loop is most of what a call costs where there are many replicas: what is rarely true comes first, without a call.
 local function emptiest(id, call, pool)
-  local blocks, list, may_vary = call.blocks, books.pool(pool), call.path ~= ''
-  local best, best_free, most = nil, nil, 0
-  if crowded(pool, elastic.least(call)) then return nil end
+  local blocks, list, may_vary, gains = call.blocks, books.pool(pool), call.path ~= '', prefixes.gains(call)
+  local best, best_free, most, shared = nil, nil, 0, 0
+  if crowded(pool, elastic.least(call) - (gains and gains.most or 0)) then return nil end
   for i = 1, #list do
     local replica = list[i]
     local used, limit = replica.used, replica.limit
     local free = limit - used
     local needed = may_vary and elastic.blocks(call, replica) or blocks
+    if gains then
+      shared = prefixes.gain(call, replica)
+      needed = needed - shared
+    end
     local room = used == 0 and math.huge or free
     if room > most then most = room end
     if room >= needed and (not best or free > best_free or (free == best_free and replica.name < best.name))
-      and fits_besides(id, call, replica)
-      and (replica.full + blocks <= limit or used == 0 or elastic.bound_holds(call, replica)) then
+      and fits_besides(id, call, replica, shared)
+      and (replica.full + blocks - shared <= limit or used == 0 or elastic.bound_holds(call, replica, shared)) then
       best, best_free = replica, free
     end
   end
@@ -107,18 +112,33 @@ local function emptiest(id, call, pool)
   return best
 end
 
--- The emptiest of the preferred replicas that are at most 10 % fuller.
-local function warmest(id, call, pool, fullest)
-  local best
-  for _, name in ipairs(call.prefer) do
-    local replica = books.replicas[name]
-    if replica and replica.pool == pool and percent(replica) <= fullest and fits(id, call, replica)
-      and (not best or placement.roomier(replica, best)) then best = replica end
-  end
-  return best
+-- Whether a replica where the call shares so many blocks, and that it prefers or not, comes before another one.
+local function is_warmer(replica, shared, preferred, other)
+  if shared ~= other.shared then return shared > other.shared end
+  if preferred ~= other.preferred then return preferred end
+  return placement.roomier(replica, other.replica)
 end
 
--- The first pool of the lane with room; there a preferred replica unless it is 10 % fuller; most free blocks.
+-- Of the replicas that are at most so full the one that shares most with the call, then a preferred one, then the
+-- emptiest; nil where none does either.
+local function warmest(id, call, pool, fullest)
+  local gains, best = prefixes.gains(call), nil
+  if not gains and #call.prefer == 0 then return nil end
+  local function consider(name, preferred)
+    local replica = books.replicas[name]
+    if not replica or replica.pool ~= pool or percent(replica) > fullest then return end
+    local shared = prefixes.gain(call, replica)
+    if (shared > 0 or preferred) and fits(id, call, replica, shared)
+      and (not best or is_warmer(replica, shared, preferred, best)) then
+      best = {replica = replica, shared = shared, preferred = preferred}
+    end
+  end
+  for name in pairs(gains and gains.blocks or {}) do consider(name, placement.contains(call.prefer, name)) end
+  for _, name in ipairs(call.prefer) do consider(name, true) end
+  return best and best.replica
+end
+
+-- The first pool of the lane with room; there the warmest replica unless it is 10 % fuller; most free blocks.
 function placement.place(id, call)
   if books.unfit[call] == books.room then return nil end
   for _, pool in ipairs(books.config.pools[call.lane]) do

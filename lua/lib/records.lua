@@ -5,36 +5,37 @@
 
 local kinds = {
   replicas = {
-    key = 2, header = '\220\0\17',
+    key = 2, header = '\220\0\20',
     read = function(_, pool, limit, usable, sequences_usable, sequences_max, prefill_max, used, sequences, prefill,
-      state, held_for, mode, full, assured, elastic, base, sums)
+      state, held_for, mode, full, assured, elastic, base, sums, shared, cache, distrusted)
       return {pool = pool, limit = limit, usable = usable, sequences_usable = sequences_usable,
         sequences_max = sequences_max, prefill_max = prefill_max, used = used, sequences = sequences,
         prefill = prefill, state = state, held_for = held_for, mode = mode, full = full, assured = assured,
-        elastic = elastic, base = base, sums = sums}
+        elastic = elastic, base = base, sums = sums, shared = shared, cache = cache, distrusted = distrusted}
     end,
     write = function(row)
       return row.pool, row.limit, row.usable, row.sequences_usable, row.sequences_max, row.prefill_max, row.used,
         row.sequences, row.prefill, row.state, row.held_for, row.mode, row.full, row.assured, row.elastic,
-        row.base, row.sums
+        row.base, row.sums, row.shared, row.cache, row.distrusted
     end,
   },
   calls = {
-    key = 3, header = '\220\0\28',
+    key = 3, header = '\220\0\29',
     read = function(_, state, owner, replica, pool, key, class, lane, blocks, sequences, prefill, prefilling, cost,
       deadline, arrival, passed, attempt, charged, exclude, prefer, charge, once, fingerprint,
-      held, asked, base, path, elastic, promised)
+      held, asked, base, path, elastic, promised, prefix)
       return {state = state, owner = owner, replica = replica, pool = pool, key = key, class = class, lane = lane,
         blocks = blocks, sequences = sequences, prefill = prefill, prefilling = prefilling, cost = cost,
         deadline = deadline, arrival = arrival, passed = passed, attempt = attempt, charged = charged,
         exclude = exclude, prefer = prefer, charge = charge, once = once, fingerprint = fingerprint,
-        held = held, asked = asked, base = base, path = path, elastic = elastic, promised = promised}
+        held = held, asked = asked, base = base, path = path, elastic = elastic, promised = promised,
+        prefix = prefix}
     end,
     write = function(row)
       return row.state, row.owner, row.replica, row.pool, row.key, row.class, row.lane, row.blocks,
         row.sequences, row.prefill, row.prefilling, row.cost, row.deadline, row.arrival, row.passed, row.attempt,
         row.charged, row.exclude, row.prefer, row.charge, row.once, row.fingerprint, row.held, row.asked,
-        row.base, row.path, row.elastic, row.promised
+        row.base, row.path, row.elastic, row.promised, row.prefix
     end,
   },
   flows = {
@@ -83,6 +84,15 @@ local kinds = {
     end,
     write = function(row)
       return row.id
+    end,
+  },
+  nodes = { -- of a segment on all replicas: name of the replica, number of its cache, blocks, holders, newcomers...
+    key = 14, header = '\145',
+    read = function(_, nodes)
+      return {nodes = nodes}
+    end,
+    write = function(row)
+      return row.nodes
     end,
   },
   lines = { -- one class of one lane

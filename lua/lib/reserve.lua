@@ -1,6 +1,7 @@
 --- @include "lib/placement"
 --- @include "lib/queue"
 --- @include "lib/quotas"
+--- @include "lib/prefixes"
 -- Taking and giving back blocks, sequences and prefill tokens, and what a call pays for them in the fair order.
 local TAG_SCALE, DIGEST_MODULUS = 64, 281474976710656
 
@@ -93,13 +94,14 @@ function reserve.count_held(call, blocks, calls)
   rows.store(records.keys, call.key, key)
 end
 
--- state: 'unclaimed' or 'reserved'.
+-- state: 'unclaimed' or 'reserved'.  Its prefix says which nodes it is in.
 function reserve.take(id, call, replica, state)
+  prefixes.enter(call, replica)
   elastic.count(call, replica)
+  call.prefilling, call.replica, call.pool, call.state = prefixes.prefilling(call), replica.name, replica.pool, state
   replica.sequences = replica.sequences + call.sequences
-  replica.prefill = replica.prefill + call.prefill
+  replica.prefill = replica.prefill + call.prefilling
   books.store_replica(replica)
-  call.prefilling, call.replica, call.pool, call.state = call.prefill, replica.name, replica.pool, state
   reserve.count_held(call, call.blocks, 1)
   rows.store(records.calls, id, call)
   books.moves = books.moves + 1
@@ -118,6 +120,25 @@ function reserve.claim(id, call)
   rows.store(records.calls, id, call)
   books.outbox[call.owner .. ':' .. id] = false
   count_claimed(id, call, 1)
+end
+
+-- Its prompt is computed: its share of the prefill budget is given back.
+function reserve.end_prefill(id, call)
+  if call.prefilling == 0 then return end
+  local replica = books.replicas[call.replica]
+  replica.prefill = replica.prefill - call.prefilling
+  books.store_replica(replica)
+  books.room = books.room + 1
+  call.prefilling = 0
+  rows.store(records.calls, id, call)
+  books.meta.dirty = 1
+end
+
+-- And others may share what it begins with.
+function reserve.compute(id, call)
+  if not prefixes.any(call) then return end
+  prefixes.compute(call, books.replicas[call.replica])
+  rows.store(records.calls, id, call)
 end
 
 -- A running call holds another number of blocks from now on: how many the replica has above its limit then, where it
@@ -140,6 +161,7 @@ end
 
 local function take_off(call, replica)
   elastic.uncount(call, replica)
+  prefixes.leave(call, replica)
   replica.sequences = replica.sequences - call.sequences
   replica.prefill = replica.prefill - call.prefilling
   books.store_replica(replica)

@@ -14,8 +14,7 @@ from gateway.ledger.verify import Content, snapshot_of
 ZSETS = frozenset(
     ("queue", "order", "parked", "owners", "owned", "outbox", "deadlines", "backlog", "places", "place_ends")
 )
-READ = (*KEY_NAMES[:13], *KEY_NAMES[14:])
-"""The keys that have a content."""
+READ = KEY_NAMES
 
 
 def read_content(client: "redis.Redis[bytes]", fleet: str) -> Content:

@@ -91,6 +91,9 @@ class BooksMachine(RuleBasedStateMachine):
         self.world = World(self.twin.books, start)
         for _ in range(3):
             self._hello()
+        for replica in start.fleet.replicas if start.caches else ():
+            self.twin.seat(self.world.now, traffic.SCRAPERS[0], replica.name)
+            self.twin.learn(self.world.now, traffic.SCRAPERS[0], replica.name, 1, [-1, -1, -1], "", cache=1)
         if opened:
             self.declare_all()
 
@@ -129,6 +132,9 @@ class BooksMachine(RuleBasedStateMachine):
     rush = sends("rush", traffic.rushes)
     crowd = sends("crowd", traffic.rushes)
     throng = sends("throng", traffic.throngs)
+    herd = sends("herd", traffic.herds)
+    compute = sends("compute", traffic.computations)
+    confirm = sends("confirm", traffic.confirmations)
     grow = sends("grow", traffic.growths)
     relocate = sends("relocate", traffic.relocations)
     ask_oddly = sends("ask_oddly", traffic.odd_admits)
@@ -205,6 +211,8 @@ class BooksMachine(RuleBasedStateMachine):
             self.twin.seat(self.world.now, *argument)
         elif kind == "learn":
             self.twin.learn(self.world.now, *argument)
+        elif kind == "distrust":
+            self.twin.distrust(self.world.now, *argument)
         elif kind == "policy":
             self.world.policies.update(argument)
         elif kind == "restart":

@@ -101,7 +101,7 @@ class Fleet:
 def later(*points: int, base: int = BASE, held: int = 1, promised: int = 0) -> list[Any]:
     """Demand of a call that holds one block now, and so much at every horizon, in SCALE-ths of a block by tilt."""
     path: Path = tuple(points) * (33 // len(points))
-    return [held, base, pack(path), promised]
+    return [held, base, pack(path), promised, []]
 
 
 @pytest.mark.parametrize(("over", "answer"), [(0, "grant"), (1, "ticket")])
@@ -212,7 +212,7 @@ def test_a_promised_call_runs_on_no_elastic_replica(store_client: Client) -> Non
     assert (fleet.call(waiting).state, fleet.call(waiting).replica) == ("unclaimed", "r0")
     fleet.configure(ELASTIC, ELASTIC)
     refused = ["refused", "no_backend", "promised", 0, 0, 1000]
-    assert fleet.step(fleet.admit(1, -1, 0, b"", 1)) == [refused]
+    assert fleet.step(fleet.admit(1, -1, 0, b"", 1, [])) == [refused]
 
 
 def test_a_call_keeps_its_path_when_it_moves(store_client: Client) -> None:

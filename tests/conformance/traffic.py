@@ -72,6 +72,8 @@ class Start:
     classes: tuple[str, ...]
     shares: tuple[int, ...]
     """Of pools, that keys may have."""
+    caches: bool
+    """Whether engines have prefix caches, and calls say how their prompts begin."""
 
     @property
     def elastic(self) -> bool:
@@ -142,7 +144,11 @@ def starts(draw: DrawFn) -> Start:
     policy = policies(fleet.replicas[0].limit, shares)
     count = draw(st.sampled_from((1, 3, 12)))
     return Start(
-        fleet, {f"k{i}": draw(policy) for i in range(count)}, draw(st.sampled_from(PALETTES)), shares
+        fleet,
+        {f"k{i}": draw(policy) for i in range(count)},
+        draw(st.sampled_from(PALETTES)),
+        shares,
+        draw(st.booleans()),
     )
 
 
@@ -209,7 +215,7 @@ PATIENCE = tuple(
     for depth in ((0, 0), (2, 2), (100, 1), (100, 100), (100, 100), (100, 100))
 )
 """Expected seconds, how long the call waits (ms), and how long its queue may be, in all and of its key."""
-SHAPES = tuple((sequences, prefill) for sequences in (1, 1, 2) for prefill in (0, 0, 5, 20, 40))
+SHAPES = tuple((sequences, prefill) for sequences in (1, 1, 2) for prefill in (0, 0, 5, 20, 40, 600))
 PLACES = tuple(
     (prefer, exclude) for prefer in ([], [], ["r1"], ["r0", "r2"]) for exclude in ([], [], [], ["r0"])
 )
@@ -270,15 +276,56 @@ def paths(draw: DrawFn, world: World, blocks: int) -> bytes:
     return pack(tuple(high if alike[shape](i) else low for i in range(POINTS)))
 
 
+SALTS = ("0" * 16, "f" * 16)
+"""The first half of a segment's id."""
+
+
+def chains(limit: int) -> list[list[list[Any]]]:
+    """Segments with which prompts begin: some part after the first, or are cut elsewhere, or differ in what is before
+    them alone; the last has a segment of another size under an id of the first's."""
+    few, many = [2, 1, 3], [limit // 4, 1, limit // 4]
+    plain = [[f"{salt}{at:016x}", blocks] for salt in SALTS for at, blocks in enumerate(few)]
+    parted = [[SALTS[0] + f"{at:016x}", blocks] for at, blocks in ((8, 1), (9, limit // 2))]
+    large = [[SALTS[1] + f"{at + 16:016x}", blocks] for at, blocks in enumerate(many)]
+    return [
+        *(plain[:3], plain[:3], plain[3:], plain[:2], plain[1:3], plain[:1] + parted, large, large[:1]),
+        [[plain[0][0], 3]],
+    ]
+
+
+def fitting(prefix: list[Any], blocks: int) -> list[Any]:
+    """As much of it as a call of so many blocks may begin with."""
+    segments, left = [], blocks - 1
+    for segment in prefix[1] if len(prefix) > 1 else []:
+        left -= segment[1]
+        if left < 0:
+            break
+        segments.append(segment)
+    return (
+        [prefix[0], segments, *prefix[2:3], *(min(n, len(segments)) for n in prefix[3:])] if segments else []
+    )
+
+
+@st.composite
+def prefixes(draw: DrawFn, world: World, blocks: int) -> list[Any]:
+    """Of an admit."""
+    if not world.start.caches or draw(st.sampled_from((False, False, True))):
+        return []
+    chain = draw(st.sampled_from(chains(world.limit)))
+    return fitting([draw(st.sampled_from((16, 40))), chain], blocks)
+
+
 @st.composite
 def demands(draw: DrawFn, world: World, blocks: int) -> list[Any]:
-    """The last arguments of A, Q and R, for a call of so many blocks: by its path, or in full."""
+    """The last arguments of A, Q and R, for a call of so many blocks: by its path, or in full.  What it shares is that
+    of an A."""
     kinds = ("path",) * 6 + ("full", "promised", "both")
     kind = draw(st.sampled_from(kinds)) if world.start.elastic else "full"
+    prefix = draw(prefixes(world, blocks))
     if kind in ("full", "promised"):
-        return [*IN_FULL[:3], int(kind == "promised")]
+        return [*IN_FULL[:3], int(kind == "promised"), prefix]
     held = draw(st.sampled_from((-1, 1, 1, 1, 2, max(blocks // 2, 1), blocks)))
-    return [held, draw(st.sampled_from(BASES)), draw(paths(world, blocks)), int(kind == "both")]
+    return [held, draw(st.sampled_from(BASES)), draw(paths(world, blocks)), int(kind == "both"), prefix]
 
 
 @st.composite
@@ -318,9 +365,33 @@ def throngs(draw: DrawFn, world: World, owner: str) -> list[Op]:
     return [
         ["A", world.new_id(), key, class_, lane, blocks, 1, 0, blocks, wait, *world.policies[key], 100, 100,
          [], draw(st.sampled_from(([], [], ["r0"]))), [], "", "", 0, draw(st.sampled_from((1, 1, 2))), base,
-         draw(paths(world, blocks)), 0]
+         draw(paths(world, blocks)), 0, []]
         for _ in range(draw(st.integers(2, 6)))
     ]  # fmt: skip
+
+
+@st.composite
+def herds(draw: DrawFn, world: World, owner: str) -> list[Op]:
+    """Calls that begin alike, after some have been computed or given back."""
+    key, class_, lane = draw(admits(world))[2:5]
+    chain = draw(st.sampled_from(chains(world.limit)))
+    least = sum(blocks for _, blocks in chain) + 1
+    size = st.sampled_from((least, least, least + 1, max(least, world.limit // 2)))
+    wait = draw(st.sampled_from((0, 100, 10**6)))
+    asks = [
+        ["A", world.new_id(), key, class_, lane, blocks := draw(size), 1, draw(st.sampled_from((0, 600))), blocks, wait,
+         *world.policies[key], 100, 100, draw(st.sampled_from(([], ["r1"]))), [], [], "", "", 0, *IN_FULL[:4],
+         fitting([16, chain], blocks) if world.start.caches else []]
+        for _ in range(draw(st.integers(2, 5)))
+    ]  # fmt: skip
+    return [*draw(st.one_of(computations(world, owner), settles(world, owner), st.just([]))), *asks]
+
+
+@st.composite
+def computations(draw: DrawFn, world: World, owner: str) -> list[Op]:
+    """First tokens of calls that say how their prompts begin, of all of them or a few."""
+    held = [c for c in world.calls(owner, "reserved", "unclaimed") if c.prefix.segments]
+    return [["F", c.id] for c in (held if draw(st.booleans()) else _some(draw, held))]
 
 
 @st.composite
@@ -334,6 +405,7 @@ def questions(draw: DrawFn, world: World, owner: str) -> list[Op]:
     ahead = draw(st.integers(0, 3))
     own_ahead = draw(st.integers(0, ahead))
     standing, demand = draw(st.sampled_from(STANDINGS)), draw(demands(world, least))
+    demand[-1] = demand[-1][:1]
     asked = ["Q", least, likely, *call, *terms, standing, ahead, own_ahead, *demand]
     return [*draw(st.one_of(settles(world, owner), st.just([]))), asked, asked]
 
@@ -344,7 +416,7 @@ def floods(draw: DrawFn, world: World, owner: str) -> list[Op]:
     _, _, *rest = draw(admits(world))
     _, _, prefer, exclude, _, fingerprint, _, _, *demand = rest[12:]
     rest = _with_blocks(rest[:12], 1)
-    terms = [100, 100, prefer, exclude, [], fingerprint, "", 0, *demand]
+    terms = [100, 100, prefer, exclude, [], fingerprint, "", 0, *demand[:-1], []]
     return [["A", world.new_id(), *rest, *terms] for _ in range(WORK + 2)]
 
 
@@ -367,7 +439,8 @@ def sieges(draw: DrawFn, world: World, owner: str) -> list[Op]:
 
 def _with_blocks(rest: list[Any], blocks: int) -> list[Any]:
     """The arguments of an admit from its key on, for another size."""
-    return [*rest[:3], blocks, *rest[4:]]
+    whole = [*rest[:3], blocks, *rest[4:]]
+    return [*whole[:-1], fitting(whole[-1], blocks)] if isinstance(whole[-1], list) else whole
 
 
 @st.composite
@@ -417,6 +490,7 @@ def returns(draw: DrawFn, world: World, owner: str) -> list[Op]:
         op = draw(admits(world))
         blocks = draw(st.sampled_from(sizes(world, place.key)))
         op[2:6] = place.key, place.class_, place.lane, blocks
+        op[-1] = fitting(op[-1], blocks)
         fingerprint = draw(st.sampled_from((place.fingerprint, place.fingerprint, "")))
         found.append(_in_place(op, draw(st.sampled_from((1, 100, 10**6, 10**6))), fingerprint))
     return found
@@ -449,7 +523,13 @@ def _like(world: World, c: Call, blocks: int, wait_ms: int, fingerprint: str) ->
     """A call of the same flow."""
     return ["A", world.new_id(), c.key, c.class_, c.lane, blocks, c.sequences, c.prefill, blocks, wait_ms,
             *world.policies[c.key], 100, 100, [], [], [], fingerprint, "", 0,
-            c.asked, c.base, c.path, c.promised]  # fmt: skip
+            c.asked, c.base, c.path, c.promised, fitting(_segments_of(c), blocks)]  # fmt: skip
+
+
+def _segments_of(call: Call) -> list[Any]:
+    """As an admit says them."""
+    prefix = call.prefix
+    return [prefix.block_size, [[s.id, s.blocks] for s in prefix.segments]] if prefix.segments else []
 
 
 @st.composite
@@ -497,9 +577,32 @@ def declarations(draw: DrawFn, world: World, owner: str) -> list[Op]:
     id_ = draw(st.sampled_from(known)) if known and draw(st.booleans()) else world.new_id()
     key = draw(st.sampled_from(sorted(world.policies)))
     lane, blocks = draw(st.sampled_from("abbac")), draw(st.sampled_from(sizes(world, key)))
+    demand = draw(demands(world, blocks))
+    if demand[-1]:
+        parts = draw(st.sampled_from(((1, 1, 0), (1, 9, 1), (1, 9, 0), (2, 1, 1), (0, 0, 0), (0, 0, 1))))
+        demand[-1] = fitting([*demand[-1], *parts], blocks)
+        demand[-1][4] = parts[2]
     return [["R", id_, f"r{draw(st.integers(0, 4))}", key, "normal", lane, blocks, 1, draw(st.sampled_from((0, 5))), 7,
              *world.policies[key], draw(st.sampled_from((0, 1))), *draw(st.sampled_from(LIKENESS)),
-             *draw(demands(world, blocks))]]  # fmt: skip
+             *demand]]  # fmt: skip
+
+
+@st.composite
+def confirmations(draw: DrawFn, world: World, owner: str) -> list[Op]:
+    """Running calls are declared as they are, or as past their first tokens; another one's as after a lost store."""
+    calls = _some(draw, world.calls(None, "reserved"))
+    return [
+        _declaration(world, c, draw(st.sampled_from((c.id, world.new_id()))), draw(st.booleans()))
+        for c in calls
+    ]
+
+
+def _declaration(world: World, c: Call, id_: str, computed: bool) -> Op:
+    prefix = c.prefix
+    whole = [*_segments_of(c), prefix.cache, prefix.joined, max(prefix.computed, int(computed))]
+    policy = world.policies.get(c.key, (1, -1, -1, -1))
+    return ["R", id_, c.replica, c.key, c.class_, c.lane, c.blocks, c.sequences, c.prefilling, c.cost, *policy, 1,
+            "", "", c.asked, c.base, c.path, c.promised, whole if prefix.segments else []]  # fmt: skip
 
 
 @st.composite
@@ -522,6 +625,39 @@ def forecasts(draw: DrawFn, world: World, owner: str) -> list[Any]:
     )
     ends = sorted([*runs, *draw(more)])[:FORECAST_ENDS]
     return [item for end in ends for item in end]
+
+
+_ID = "a" * 32
+
+
+def _beginning(prefix: Any) -> Op:
+    """An admit with such a prefix."""
+    terms = [1, -1, -1, -1, 9, 9, [], [], [], "", "", 0, *IN_FULL[:4]]
+    return ["A", "00000000ba", "k0", "normal", "a", 9, 1, 0, 1, 9, *terms, prefix]
+
+
+def _declared(prefix: Any) -> Op:
+    return [
+        "R",
+        "00000000ba",
+        "r0",
+        "k0",
+        "normal",
+        "a",
+        9,
+        1,
+        0,
+        1,
+        1,
+        -1,
+        -1,
+        -1,
+        1,
+        "",
+        "",
+        *IN_FULL[:4],
+        prefix,
+    ]
 
 
 MALFORMED: tuple[Op, ...] = (
@@ -614,7 +750,24 @@ MALFORMED: tuple[Op, ...] = (
         0,
         b"",
         2,
+        [],
     ],
+    *(
+        _beginning(prefix)
+        for prefix in (
+            7,
+            [0, [[_ID, 1]]],
+            [16],
+            [16, []],
+            [16, [[_ID, 1]] * 5],
+            [16, [[_ID, 9]]],
+            [16, [["short", 1]]],
+            [16, [[_ID, 0]]],
+            [16, [[_ID.upper(), 1]]],
+            [16, 7],
+        )
+    ),
+    *(_declared([16, [[_ID, 1]], *parts]) for parts in ((-1, 0, 0), (1, 2, 0), (1, 1, 2), (0, 1, 0), (1,))),
     ["H", 2**53, 0, []],
     ["H", 0, 0, [1, "r0"]],
     ["H", 0, 0, [-1, "r0", 1]],
@@ -676,6 +829,7 @@ UPSETS = (
     + ("configure",) * 4
     + ("seat",) * 2
     + ("learn",) * 3
+    + ("distrust",)
     + ("policy",) * 2
     + ("hello", "restart")
 )
@@ -719,6 +873,8 @@ def upsets(draw: DrawFn, world: World) -> tuple[str, Any]:
         return kind, (draw(st.sampled_from(SCRAPERS)), draw(st.sampled_from(replica_names(world))))
     if kind == "learn":
         return kind, draw(lessons(world))
+    if kind == "distrust":
+        return kind, (draw(st.sampled_from(replica_names(world))), draw(st.sampled_from(CACHES)))
     if kind == "policy":
         key = draw(st.sampled_from(sorted(world.policies)))
         return kind, {key: draw(policies(world.limit, world.start.shares))}
@@ -731,7 +887,7 @@ def replica_names(world: World) -> list[str]:
 
 
 @st.composite
-def lessons(draw: DrawFn, world: World) -> tuple[str, str, int, list[int], str]:
+def lessons(draw: DrawFn, world: World) -> tuple[str, str, int, list[int], str, int]:
     """Mostly the reader's next reading of a replica: budgets are lowered, raised, or as configured again."""
     name = draw(st.sampled_from(replica_names(world)))
     capacity = world.books.capacities.get(name)
@@ -741,7 +897,26 @@ def lessons(draw: DrawFn, world: World) -> tuple[str, str, int, list[int], str]:
     learned = draw(
         st.tuples(st.sampled_from(limits), st.sampled_from((-1, 2, 40)), st.sampled_from((-1, 5, 900)))
     )
-    return scraper, name, number, list(learned), draw(st.sampled_from(("", "{}", "é")))
+    return (
+        scraper,
+        name,
+        number,
+        list(learned),
+        draw(st.sampled_from(("", "{}", "é"))),
+        draw(caches(world, name)),
+    )
+
+
+CACHES = (0, 1, 2, 1, 2**53 - 1)
+
+
+@st.composite
+def caches(draw: DrawFn, world: World, name: str) -> int:
+    """Mostly the one that the replica has."""
+    replica = world.books.replicas.get(name)
+    if not world.start.caches or replica is None:
+        return 0
+    return draw(st.sampled_from((replica.cache, replica.cache, replica.cache, 1, *CACHES)))
 
 
 @st.composite

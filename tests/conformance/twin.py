@@ -9,6 +9,7 @@ import redis
 
 from gateway.core.books import Books, Call, FleetConfig
 from gateway.core.invariants import Snapshot, step_violations, violations
+from gateway.core.nodes import Prefix
 from gateway.ledger.records import (
     FIELDS,
     config_arguments,
@@ -24,8 +25,9 @@ from tests.conformance.books import read_content
 
 FLEET = "t"
 IDLE_LANE = {"blocked": "", "book": 0, "since": -1}
-IN_FULL = (-1, 0, b"", 0)
-"""Last arguments of A, Q and R, of a call that is charged in full: held, base, path and promised."""
+IN_FULL = (-1, 0, b"", 0, [])
+"""Last arguments of A, Q and R, of a call that is charged in full and shares nothing: held, base, path, promised and
+prefix."""
 Op = list[Any]
 Saved = tuple[dict[bytes, bytes | None], Books]
 
@@ -74,12 +76,27 @@ class Twin(Scripts):
         return reply
 
     def learn(
-        self, now: int, scraper: str, replica: str, number: int, learned: Sequence[int], told: str
+        self,
+        now: int,
+        scraper: str,
+        replica: str,
+        number: int,
+        learned: Sequence[int],
+        told: str,
+        cache: int = 0,
     ) -> Any:
-        reply = self.books.learn(now, self.run, scraper, replica, number, learned, told)
-        got = self.evaluate("configure", now, "wake:", "learn", scraper, replica, number, *learned, told)
+        reply = self.books.learn(now, self.run, scraper, replica, number, learned, told, cache)
+        got = self.evaluate(
+            "configure", now, "wake:", "learn", scraper, replica, number, *learned, told, cache
+        )
         self.compare(got, reply)
         return reply
+
+    def distrust(self, now: int, replica: str, cache: int) -> None:
+        self.compare(
+            self.evaluate("configure", now, "wake:", "distrust", replica, cache),
+            self.books.distrust(now, self.run, replica, cache),
+        )
 
     def set_shut(self, now: int, shut: bool) -> None:
         self.compare(
@@ -182,6 +199,7 @@ def lua_content(content: Content) -> dict[str, Any]:
         **{name: _scores(content, name) for name in ("owners", "deadlines", "place_ends")},
         "forecast": {_text(k): decode_record("forecast", v)["ends"] for k, v in content["forecast"].items()},
         "once": {_text(k): decode_record("once", v)["id"] for k, v in content["once"].items()},
+        "nodes": {name: (node.holders, node.newcomers) for name, node in snapshot_of(content).nodes.items()},
     }
 
 
@@ -287,6 +305,7 @@ def spec_content(books: Books) -> dict[str, Any]:
             for owner, ends in books.forecasts.items()
         },
         "once": {c.once: c.id for c in books.calls.values() if c.once},
+        "nodes": {name: (node.holders, node.newcomers) for name, node in books.nodes.nodes.items()},
     }
 
 
@@ -299,6 +318,8 @@ def _row(record: Any, kind: str) -> dict[str, Any]:
     for name in FIELDS[kind]:
         value = getattr(record, "class_" if name == "class" else name)
         row[name] = list(value) if isinstance(value, tuple) else value
+        if isinstance(value, Prefix):
+            row[name] = msgspec.json.decode(msgspec.json.encode(value)) if value.segments else []
     return row
 
 

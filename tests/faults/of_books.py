@@ -46,7 +46,7 @@ async def call_too_many(scene: Scene) -> None:
     call = next(iter(scene.books().calls.values()))
     admit = [
         "A", FOREIGN_ID, call.key, call.class_, call.lane, call.blocks, 1, 0, call.cost, 1000, 1, -1, -1, -1, 9, 9,
-        [], [], [], "", "", 0, -1, 0, "", 0,
+        [], [], [], "", "", 0, -1, 0, "", 0, [],
     ]  # fmt: skip
     scene.strike()
     ((answer, _),) = plant(scene, call.owner, admit)

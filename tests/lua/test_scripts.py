@@ -8,7 +8,9 @@ import msgspec
 import pytest
 
 from gateway.core import lengths, order
-from gateway.ledger.records import FIELDS
+from gateway.core.estimate import PREFILL_TOKENS_MIN
+from gateway.core.segments import SEGMENTS_MAX
+from gateway.ledger.records import FIELDS, NODE_WIDTH
 from gateway.ledger.scripts import KEY_NAMES, fleet_keys, library, script_folder, splice
 
 FOLDER = script_folder()
@@ -53,6 +55,9 @@ def constant(name: str, text: str = "") -> float:
         ("PLACE_MS", order.PLACE_MS),
         ("PLACES", order.PLACES),
         ("PLACES_OF_FLOW", order.PLACES_OF_FLOW),
+        ("SEGMENTS_MAX", SEGMENTS_MAX),
+        ("PREFILL_TOKENS_MIN", PREFILL_TOKENS_MIN),
+        ("WIDTH", NODE_WIDTH),
     ],
 )
 def test_constants_are_the_specifications(lua: str, python: int) -> None:
@@ -79,6 +84,7 @@ KINDS = {
     "line": "lines",
     "lane": "lanes",
     "once": "once",
+    "node": "nodes",
     "drain": "drains",
     "capacity": "capacities",
     "forecast": "forecasts",

@@ -142,10 +142,10 @@ class Store:
                 return books.seat(now, self.run, given[3].decode(), given[4].decode())
             case "configure" if given[2] == b"learn":
                 learned = [int(number) for number in given[6:9]]
-                told = given[9].decode()
-                return books.learn(
-                    now, self.run, given[3].decode(), given[4].decode(), int(given[5]), learned, told
-                )
+                scraper, name, told = given[3].decode(), given[4].decode(), given[9].decode()
+                return books.learn(now, self.run, scraper, name, int(given[5]), learned, told, int(given[10]))
+            case "configure" if given[2] == b"distrust":
+                return books.distrust(now, self.run, given[3].decode(), int(given[4]))
             case "configure" if given[2] == b"rest":
                 return books.rest(now, self.run, *(argument.decode() for argument in given[3:6]))
             case "configure" if given[2] == b"shut":

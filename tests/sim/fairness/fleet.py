@@ -151,5 +151,5 @@ def _id(number: int) -> str:
 def _admit(id_: str, call: Call) -> Op:
     return [
         "A", id_, call.key, call.class_, "all", call.blocks, 1, 0, call.expected_cost, PATIENT_MS, call.weight,
-        -1, -1, -1, UNLIMITED, UNLIMITED, [], [], [], "", "", 0, -1, 0, "", 0,
+        -1, -1, -1, UNLIMITED, UNLIMITED, [], [], [], "", "", 0, -1, 0, "", 0, [],
     ]  # fmt: skip

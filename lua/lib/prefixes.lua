@@ -1,0 +1,265 @@
+--- @include "lib/books"
+--- @include "lib/elastic"
+-- Prefixes that calls on a replica hold together (gateway/core/nodes.py).  A node is a segment there in one cache of the
+-- engine: its blocks are in the replica's sums once, as long as anybody is in it.
+-- A call's prefix, and of its segments: {} where it asks for none.  Of a call that only asks SIZE alone.
+local SIZE, SEGMENTS, CACHE, JOINED, COMPUTED = 1, 2, 3, 4, 5
+local ID, BLOCKS = 1, 2
+-- A row of nodes has WIDTH values of each: replica, cache, blocks, and at these places behind the first
+local WIDTH, HOLDERS, NEWCOMERS = 5, 3, 4
+local PREFILL_TOKENS_MIN = 512
+
+-- Of the first segments.
+local function blocks_of(prefix, count)
+  local blocks = 0
+  for i = 1, count do blocks = blocks + prefix[SEGMENTS][i][BLOCKS] end
+  return blocks
+end
+
+-- Of an argument, which may say the first of these alone.
+function prefixes.of(told)
+  if #told == 0 then return told end
+  return {told[SIZE], told[SEGMENTS], told[CACHE] or 0, told[JOINED] or 0, told[COMPUTED] or 0}
+end
+
+-- Whether a prefix is of a call that is past its first token.
+function prefixes.is_computed(prefix)
+  return prefix[COMPUTED] == 1
+end
+
+-- Whether it says how its prompt begins.
+function prefixes.any(call)
+  return #call.prefix > SIZE
+end
+
+-- So many of its segments, the first, are in nodes.
+function prefixes.joined(call)
+  return call.prefix[JOINED] or 0
+end
+
+-- Blocks that the call does not share.
+function prefixes.own(call)
+  local prefix = call.prefix
+  if #prefix <= SIZE then return call.blocks end
+  return call.blocks - blocks_of(prefix, prefix[JOINED])
+end
+
+-- What counts of its demand on the prefill budget where so many blocks are computed already.
+function prefixes.prefill(call, shared)
+  if shared == 0 then return call.prefill end
+  local left = call.prefill - shared * call.prefix[SIZE]
+  return left >= PREFILL_TOKENS_MIN and left or 0
+end
+
+-- What it holds of that budget when it comes to a replica.
+function prefixes.prefilling(call)
+  local prefix = call.prefix
+  if #prefix <= SIZE then return call.prefill end
+  return prefix[COMPUTED] == 1 and 0 or prefixes.prefill(call, blocks_of(prefix, prefix[JOINED]))
+end
+
+-- Where the node begins in its row, or nil.
+local function find(nodes, name, cache, blocks)
+  for at = 1, #nodes, WIDTH do
+    if nodes[at] == name and nodes[at + 1] == cache and nodes[at + 2] == blocks then return at end
+  end
+  return nil
+end
+
+local function nodes_of(segment)
+  local row = rows.fetch(records.nodes, segment[ID])
+  return row and row.nodes or {}
+end
+
+local function fetch(segments)
+  local ids = {}
+  for _, segment in ipairs(segments) do
+    if records.nodes.known[segment[ID]] == nil then ids[#ids + 1] = segment[ID] end
+  end
+  rows.prefetch(records.nodes, ids)
+end
+
+-- Of the segments the longest run from the first that is computed on each replica.
+local function runs_of(segments)
+  local gains = {blocks = {}, runs = {}, most = 0}
+  for i = 1, #segments do
+    local nodes, blocks, grew = nodes_of(segments[i]), segments[i][BLOCKS], false
+    for at = 1, #nodes, WIDTH do
+      local name = nodes[at]
+      local replica = books.replicas[name]
+      if nodes[at + HOLDERS] > 0 and nodes[at + 2] == blocks and (gains.runs[name] or 0) == i - 1
+        and replica and replica.cache > 0 and replica.cache == nodes[at + 1] then
+        local shared = (gains.blocks[name] or 0) + blocks
+        gains.blocks[name], gains.runs[name], grew = shared, i, true
+        gains.most = math.max(gains.most, shared)
+      end
+    end
+    if not grew then break end
+  end
+  return gains
+end
+
+-- As much as may be shared on each replica by a call whose prompt is not known.
+local function bounds_of(call)
+  local gains = {blocks = {}, runs = {}, most = 0}
+  for name, replica in pairs(books.replicas) do
+    gains.blocks[name] = math.min(replica.shared, call.blocks - 1)
+    gains.most = math.max(gains.most, gains.blocks[name])
+  end
+  return gains
+end
+
+-- nil where the call shares nothing, else by name of the replica blocks and runs (how many of its segments) that it
+-- would share there, and the most blocks of any.
+function prefixes.gains(call)
+  local prefix = call.prefix
+  if #prefix == 0 then return nil end
+  if call.gains_at ~= books.turns then
+    if #prefix > SIZE then
+      fetch(prefix[SEGMENTS])
+      call.gains = runs_of(prefix[SEGMENTS])
+    else
+      call.gains = bounds_of(call)
+    end
+    call.gains_at = books.turns
+  end
+  return call.gains.most > 0 and call.gains or nil
+end
+
+-- Blocks that the call would share there.
+function prefixes.gain(call, replica)
+  local gains = prefixes.gains(call)
+  if not gains or elastic.is_by_path(call, replica) then return 0 end
+  return gains.blocks[replica.name] or 0
+end
+
+-- It is admitted there on the strength of what others have computed.
+function prefixes.share(call, replica)
+  local prefix = call.prefix
+  if #prefix <= SIZE then return end
+  local gains = prefixes.gains(call)
+  local run = gains and not elastic.is_by_path(call, replica) and gains.runs[replica.name] or 0
+  prefix[CACHE], prefix[JOINED], prefix[COMPUTED] = replica.cache, run, 0
+end
+
+-- Nodes came, or went (negative): they are the whole demand of nobody in particular.
+local function count(replica, blocks)
+  replica.shared, replica.used = replica.shared + blocks, replica.used + blocks
+  replica.full, replica.assured = replica.full + blocks, replica.assured + blocks
+end
+
+local function join(prefix, segment, replica)
+  local nodes = nodes_of(segment)
+  local at = find(nodes, replica.name, prefix[CACHE], segment[BLOCKS])
+  if not at then
+    at = #nodes + 1
+    nodes[at], nodes[at + 1], nodes[at + 2] = replica.name, prefix[CACHE], segment[BLOCKS]
+    nodes[at + HOLDERS], nodes[at + NEWCOMERS] = 0, 0
+    count(replica, segment[BLOCKS])
+  end
+  local place = at + (prefix[COMPUTED] == 1 and HOLDERS or NEWCOMERS)
+  nodes[place] = nodes[place] + 1
+  rows.store(records.nodes, segment[ID], {nodes = nodes})
+end
+
+-- The call is in the nodes of its joined segments from the first on.
+local function join_from(first, call, replica)
+  local prefix = call.prefix
+  for i = first, prefix[JOINED] do join(prefix, prefix[SEGMENTS][i], replica) end
+  books.turns = books.turns + 1
+end
+
+function prefixes.enter(call, replica)
+  if #call.prefix <= SIZE or call.prefix[JOINED] == 0 then return end
+  fetch(call.prefix[SEGMENTS])
+  join_from(1, call, replica)
+end
+
+-- Blocks of its nodes that are there without it.
+function prefixes.known(call, replica)
+  local prefix, blocks = call.prefix, 0
+  for i = 1, prefixes.joined(call) do
+    local segment = prefix[SEGMENTS][i]
+    if find(nodes_of(segment), replica.name, prefix[CACHE], segment[BLOCKS]) then blocks = blocks + segment[BLOCKS] end
+  end
+  return blocks
+end
+
+-- The last one out takes the node away.
+local function leave(prefix, segment, replica)
+  local nodes = nodes_of(segment)
+  local at = find(nodes, replica.name, prefix[CACHE], segment[BLOCKS])
+  local place = at + (prefix[COMPUTED] == 1 and HOLDERS or NEWCOMERS)
+  nodes[place] = nodes[place] - 1
+  if nodes[at + HOLDERS] + nodes[at + NEWCOMERS] == 0 then
+    for _ = 1, WIDTH do table.remove(nodes, at) end
+    count(replica, -segment[BLOCKS])
+  end
+  if #nodes == 0 then
+    rows.erase(records.nodes, segment[ID])
+  else
+    rows.store(records.nodes, segment[ID], {nodes = nodes})
+  end
+end
+
+-- The call is in no node any more.
+function prefixes.leave(call, replica)
+  local prefix = call.prefix
+  if #prefix <= SIZE then return end
+  if prefix[JOINED] > 0 then
+    fetch(prefix[SEGMENTS])
+    for i = 1, prefix[JOINED] do leave(prefix, prefix[SEGMENTS][i], replica) end
+    books.turns = books.turns + 1
+  end
+  prefix[CACHE], prefix[JOINED], prefix[COMPUTED] = 0, 0, 0
+end
+
+-- A newcomer becomes a holder.
+local function settle_in(prefix, segment, replica)
+  local nodes = nodes_of(segment)
+  local at = find(nodes, replica.name, prefix[CACHE], segment[BLOCKS])
+  nodes[at + NEWCOMERS], nodes[at + HOLDERS] = nodes[at + NEWCOMERS] - 1, nodes[at + HOLDERS] + 1
+  rows.store(records.nodes, segment[ID], {nodes = nodes})
+end
+
+-- Its prompt is in the cache now: what it begins with is shared, and its own charge is only the rest.
+function prefixes.compute(call, replica)
+  local prefix = call.prefix
+  if #prefix <= SIZE or prefix[COMPUTED] == 1 then return end
+  fetch(prefix[SEGMENTS])
+  for i = 1, prefix[JOINED] do settle_in(prefix, prefix[SEGMENTS][i], replica) end
+  prefix[COMPUTED] = 1
+  if call.elastic == 0 and prefix[CACHE] > 0 and prefix[CACHE] == replica.cache then
+    elastic.uncount(call, replica)
+    local first = prefix[JOINED] + 1
+    prefix[JOINED] = #prefix[SEGMENTS]
+    join_from(first, call, replica)
+    elastic.count(call, replica)
+  end
+  books.store_replica(replica)
+  prefixes.renew()
+end
+
+-- Who waits may share what nobody could before.
+function prefixes.renew()
+  books.turns = books.turns + 1
+  books.room = books.room + 1
+  books.meta.dirty = 1
+end
+
+-- The number of a replica's cache, 0 = none: one that is distrusted is none.
+function prefixes.set_cache(replica, cache)
+  if cache == replica.distrusted then cache = 0 end
+  if cache == replica.cache then return end
+  replica.cache = cache
+  books.store_replica(replica)
+  prefixes.renew()
+end
+
+-- What an owner is told of a call's place: its replica, and of a call that asks to share how many of its segments it
+-- does, and the cache that they are in.
+function prefixes.told(call)
+  local prefix = call.prefix
+  if #prefix <= SIZE or call.replica == '' then return call.replica end
+  return {call.replica, prefix[JOINED], prefix[CACHE]}
+end
