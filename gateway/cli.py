@@ -2,9 +2,11 @@
 
 import argparse
 import asyncio
+import gc
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -168,10 +170,22 @@ def whole_number(text: str) -> int:
     return int(text)
 
 
+@contextmanager
+def _nothing_is_garbage() -> Iterator[None]:
+    """For imports: all that they make stays, and the collector would look through it again and again."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def _serve(parsed: argparse.Namespace) -> int:
-    from gateway.config import ConfigError, load, load_secrets
-    from gateway.serve import serve, serve_demo, serve_inherited
-    from gateway.telemetry.workers import Place
+    with _nothing_is_garbage():
+        from gateway.config import ConfigError, load, load_secrets
+        from gateway.serve import serve, serve_demo, serve_inherited
+        from gateway.telemetry.workers import Place
 
     if parsed.demo:
         if parsed.workers > 1:

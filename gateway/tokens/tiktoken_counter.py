@@ -1,7 +1,7 @@
 """Counting with the cl100k_base vocabulary that ships with the package; never a network access."""
 
 import asyncio
-import base64
+import binascii
 import hashlib
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -280,7 +280,7 @@ def load_encodings(vocabulary: Path, threads: int) -> list[tiktoken.Encoding]:
     if digest != VOCABULARY_SHA256:
         found = f"its sha256 is {digest}, not {VOCABULARY_SHA256}"
         raise VocabularyError(f"the tokenizer's vocabulary {vocabulary} is damaged: {found}")
-    ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, data.splitlines())}
+    ranks = {binascii.a2b_base64(token): int(rank) for token, rank in map(bytes.split, data.splitlines())}
     return [
         tiktoken.Encoding("cl100k_base", pat_str=SPLIT, mergeable_ranks=ranks, special_tokens={})
         for _ in range(threads)
