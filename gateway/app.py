@@ -20,6 +20,7 @@ from fastapi import FastAPI
 from gateway import __version__, all_fleets
 from gateway.call import Fleet
 from gateway.config import (
+    AUTO,
     ENGINE,
     ConfigError,
     Jwt,
@@ -37,6 +38,7 @@ from gateway.config import Fleet as FleetSettings
 from gateway.core import quota
 from gateway.core.books import FleetConfig
 from gateway.core.capacity import Rules as CapacityRules
+from gateway.core.events import CacheDoubted
 from gateway.core.events import Event as Fact
 from gateway.core.factors import Factors
 from gateway.core.learned import QUANTILES, LearnedLengths, ages, quantile
@@ -66,6 +68,7 @@ from gateway.telemetry.prometheus import CONTENT_TYPE, Metrics
 from gateway.telemetry.workers import Place, Workers
 from gateway.tokens.api import ModelCounter
 from gateway.tokens.files import MISSING, TokenizerError, TokenizerFiles
+from gateway.tokens.ids import ThreadedIdReader
 from gateway.tokens.threads import CountingThreads
 from gateway.tokens.tiktoken_counter import TiktokenCounter
 from gateway.upstream.api import Access
@@ -131,7 +134,8 @@ class FleetRoom:
         self.engines = WatchedEngines(_plan(settings, fleet), self.watch)
         books_config, counted = self.engines.books_config, fleet.tokenizer is not None
         self.ledger = _ledger(settings, fleet.name, books_config, observer, notes_fill=counted)
-        self._meter = Meter(self.ledger.seats, self._rules, self._others_are_warm, self.engines.holds_more)
+        self._meter = Meter(self.ledger.seats, self._rules, self._others_are_warm, self._holds_more)
+        self._observer = observer
         asking = EngineCounter(self._engines_up, scraper.post)
         counter = asking if fleet.tokenizer == ENGINE else _model_counter(fleet.tokenizer, threads)
         factors = Factors()
@@ -140,6 +144,8 @@ class FleetRoom:
         self.shared_lengths = SharedLengths(settings.store.url, fleet.name, lengths, observer)
         self.fleet = Fleet(fleet.name, self.engines, self.ledger, counter, factors, lengths)
         self.models = fleet.models
+        self._doubted: dict[str, int] = {}
+        """By replica, caches of which the ledger is to be told."""
 
     async def start(self) -> None:
         """Return once all replicas that can be found were asked."""
@@ -207,7 +213,17 @@ class FleetRoom:
         return self.watch.others_are_warm(replica, self._configured.slow_start_seconds)
 
     async def _measure(self, replica: str, read: ReadPage) -> EnginePage:
-        return await self._meter.measure(replica, read)
+        page = await self._meter.measure(replica, read)
+        if cache := self._doubted.pop(replica, 0):
+            await self.ledger.distrust(replica, cache)
+            self._observer(CacheDoubted(self.fleet.name, self.engines.pool(replica), replica))
+        return page
+
+    def _holds_more(self, replica: str) -> None:
+        """An engine holds more blocks than the ledger: it may keep copies of what is charged once."""
+        self.engines.holds_more(replica)
+        if cache := self.fleet.shared_caches.pop(replica, 0):
+            self._doubted[replica] = cache
 
     def _engines_up(self) -> list[tuple[str, Access]]:
         return [(state.spec.url, state.spec.access) for state in self.watch.states() if state.up]
@@ -318,6 +334,7 @@ class Gateway:
                 self._limits.ledger,
                 self._observe,
                 settings.upstream.background_seconds,
+                ThreadedIdReader(self._counting),
             ),
             self._callers,
             self._models,
@@ -678,6 +695,7 @@ def _plan(settings: Settings, fleet: FleetSettings) -> FleetPlan:
         engine_tools=fleet.engine_tools,
         media=_media_rule(fleet.media),
         share_prompt_of_n=fleet.share_prompt_of_n,
+        share_prefixes=fleet.share_prefixes == AUTO,
         safe_fraction=fleet.safe_fraction,
         overtake_blocks=fleet.overtake_blocks,
         pools=tuple((pool.name, pool.max_prompt_tokens) for pool in fleet.pools),

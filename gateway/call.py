@@ -18,10 +18,13 @@ from gateway.core.lifecycle import Event, Phase, Step
 from gateway.core.modes import Mode, is_elastic, is_promised
 from gateway.core.order import ASKED_BACK, PLACE_ONLY, POOL_SHARE_SCALE
 from gateway.core.outcomes import Code, Outcome, Refusal
+from gateway.core.prefixes import Beginning, SeenPoints
 from gateway.core.quota import AllFleets, Charge, Quota
 from gateway.core.request import GenerationRequest, Request
 from gateway.core.route import KeyLimits
+from gateway.core.segments import Segment
 from gateway.core.sse import Usage
+from gateway.core.warm import CacheTrust, WarmPlaces
 from gateway.estimates import Guess
 from gateway.ledger.api import Admission, Grant, Ledger
 from gateway.metering import Meter
@@ -40,6 +43,12 @@ class Fleet:
     """What was learned of estimates."""
     lengths: LearnedLengths = field(default_factory=LearnedLengths)
     """What was learned of how much calls write."""
+    seen: SeenPoints = field(default_factory=SeenPoints)
+    """How prompts began lately."""
+    warm: WarmPlaces = field(default_factory=WarmPlaces)
+    trust: CacheTrust = field(default_factory=CacheTrust)
+    shared_caches: dict[str, int] = field(default_factory=dict)
+    """By replica the number of the cache where a call shared something last."""
 
 
 class Terms(msgspec.Struct, frozen=True):
@@ -102,6 +111,16 @@ class Call:
     """Of the attempt that is under way, where its hold may grow."""
     guess: Guess | None = None
     """How its prompt was estimated, where the engine's count can say how well."""
+    block_size: int = 0
+    """Of the blocks of its prompt that others may hold as well; 0 where none are shared."""
+    beginning: Beginning | None = None
+    """By its tokens, or where these are not known by its texts; None where neither was looked at."""
+    segments: tuple[Segment, ...] = ()
+    """What others may hold as well, by its tokens."""
+    prefer: tuple[str, ...] = ()
+    """Replicas that lately had its beginning."""
+    doubted: bool = False
+    """Its replica's cache had too little of what it should have, of this call and others."""
     charges: tuple[Charge, ...] = ()
     """What it takes of its key's rate quotas in its fleet."""
     all_fleets_charges: tuple[Charge, ...] = ()
@@ -248,6 +267,9 @@ class Call:
             base=holding.base,
             path=holding.path,
             promised=is_promised(terms.mode),
+            segments=self.segments,
+            block_size=self.block_size,
+            prefer=self.prefer,
         )
 
     def course(self) -> Course | None:

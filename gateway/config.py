@@ -269,6 +269,9 @@ ENGINE = "engine"
 """In the place of a tokenizer's files: the engines themselves are asked."""
 
 
+AUTO, OFF = "auto", "off"
+
+
 class Tokenizer(_Strict, frozen=True, kw_only=True):
     """Files of the served model, as its engines read them."""
 
@@ -307,6 +310,8 @@ class Fleet(_Strict, frozen=True, kw_only=True):
     max_output_tokens: Count | None = None
     safe_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.95
     share_prompt_of_n: bool = False
+    share_prefixes: str | bool = AUTO
+    """AUTO or OFF once loaded: YAML reads a bare `off` as false."""
     speculative_tokens: Annotated[int, Meta(ge=0, le=1_024)] = 0
     encoder_tokens: Annotated[int, Meta(ge=0, le=65_536)] = 0
     """What an encoder-decoder model keeps for a sequence beside its context; Whisper: 1,500."""
@@ -982,6 +987,7 @@ def _completed_fleet(fleet: Fleet, path: str, folder: Path, common: Access) -> F
         pools=pools,
         tokenizer=_completed_tokenizer(fleet.tokenizer, folder),
         media=_completed_media(fleet.media, f"{path}.media"),
+        share_prefixes=OFF if fleet.share_prefixes is False else fleet.share_prefixes,
     )
 
 
@@ -1255,6 +1261,7 @@ def _check_fleet(fleet: Fleet, path: str) -> None:
     if cap is not None and fleet.default_output_tokens > cap:
         shown = fleet.default_output_tokens
         raise ConfigError(f"{path}.default_output_tokens", f"{shown} is over max_output_tokens ({cap})")
+    _one_of(f"{path}.share_prefixes", fleet.share_prefixes, (AUTO, OFF))
     _unique(f"{path}.pools[{{}}].name", (pool.name for pool in fleet.pools), "pool")
     _check_bounds(fleet.pools, path)
     _check_lanes(fleet, path)

@@ -16,13 +16,13 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from gateway import all_fleets
+from gateway import all_fleets, beginnings
 from gateway.all_fleets import Joint
 from gateway.background import Background, Crowded, Place
 from gateway.call import Call, Client, Relay
 from gateway.core import responses
-from gateway.core.estimate import Demand, token_bounds
-from gateway.core.events import Observer, Unmetered
+from gateway.core.estimate import Demand, prefill_share, token_bounds
+from gateway.core.events import CacheDoubted, Observer, Unmetered
 from gateway.core.growth import IN_FULL, Growth, start
 from gateway.core.headers import pinned, prompt_estimate
 from gateway.core.lifecycle import Action, Event, Step
@@ -39,7 +39,7 @@ from gateway.estimates import estimate, learn
 from gateway.ledger.api import Grant, Ledger, Reservation
 from gateway.metering import Meter
 from gateway.steps import Begun
-from gateway.tokens.api import Counted, Counter
+from gateway.tokens.api import Counted, Counter, IdReader
 from gateway.turns import Turns
 from gateway.upstream.api import Trouble, Upstream, UpstreamFailed, UpstreamRequest
 from gateway.used import blocks_used, units_counted
@@ -72,11 +72,14 @@ class Flow:
         limits: Ledger,
         observer: Observer,
         background_seconds: float = 3600.0,
+        ids: IdReader | None = None,
     ) -> None:
         """`limits`: the books of those that keys have over all fleets together.
 
         `background_seconds`: how long a response may go on after its answer.
+        `ids` reads how prompts begin that are token ids; without it these share nothing.
         """
+        self._ids = ids
         self._observer = observer
         self._counter = counter
         self._upstream = upstream
@@ -121,7 +124,9 @@ class Flow:
         call.advance(Event.COUNTED)
         for _ in range(UNKNOWN_TRIES):
             try:
-                return await self._admit(call, demand, client)
+                ending = await self._admit(call, demand, client)
+                await self._doubt(call)
+                return ending
             except _UnknownReplica:
                 continue
         words = "the replica is not in this gateway's configuration, which may be about to be read anew"
@@ -145,6 +150,15 @@ class Flow:
             reservation.settle(*blocks_used(call, demand), units_counted(call, demand))
             _learn(call)
             call.relay = None  # the two would stay until the collector comes round
+
+    async def _doubt(self, call: Call) -> None:
+        """Its replica's cache has less than it should: no more is shared there."""
+        grant = call.grant
+        if not call.doubted or grant is None:
+            return
+        await call.fleet.ledger.distrust(grant.replica, grant.cache)
+        pool = call.fleet.engines.pool(grant.replica)
+        self._observer(CacheDoubted(call.fleet.name, pool, grant.replica))
 
     def _open(self, call: Call, demand: Demand) -> Reservation:
         """Nothing is asked yet.  Who has limits over all fleets needs a place within those first."""
@@ -196,8 +210,9 @@ class Flow:
             if refusal:
                 return refusal
         shape, request, limits = _shape(call), call.generation, call.terms.limits
+        call.block_size = beginnings.block_size_of(call)
         asks: Callable[[], Sequence[Outlook]] | None = None
-        is_dear = _is_counted_exactly(call, shape)
+        is_dear = _is_counted_when_full(call, shape)
         if is_dear or self._refused_lately(call) or len(request.body) > COUNTED_AT_ONCE_BYTES_MAX:
             low, high = token_bounds(request, shape.token_factor)
             refusal = hopeless(shape, request, low, limits)
@@ -219,6 +234,7 @@ class Flow:
         mode = call.terms.mode
         if mode is not None and not can_keep(mode, shape.modes_of(demand.lane)):
             return _not_kept(demand.lane)
+        await beginnings.read(call, demand, counts, self._ids, time.monotonic())
         return demand
 
     async def _count_unless_refused(
@@ -279,10 +295,10 @@ class Flow:
     async def _count_all(self, call: Call) -> list[Counted]:
         """Of each prompt as the engines count it, where that can be told, else an estimate."""
         counter, shape = call.fleet.counter, call.fleet.engines.shape()
-        if counter is not None and _is_counted_exactly(call, shape):
-            found = await counter.count(call.generation)
+        if counter is not None and (_is_counted_when_full(call, shape) or beginnings.is_worth_counting(call)):
+            found = await counter.count(call.generation, call.block_size)
             if found is not None:
-                return [Counted(tokens, exact=True) for tokens in found]
+                return [Counted(tokens, exact=True, points=points) for tokens, points in found]
         factors = call.fleet.factors if shape.learns else None
         counts, call.guess = await estimate(self._counter, call.generation, shape.token_factor, factors)
         return counts
@@ -346,6 +362,7 @@ class Flow:
         engines, replica = call.fleet.engines, grant.replica
         access = engines.access(replica)
         call.meter = meter = self._meter(call, demand, grant, reservation)
+        beginnings.note_run(call, grant, call.sent_at)
         asked, grows = call.generation, meter is not None
         response_id = _response_id(call, replica) if asked.id_edit is not None else ""
         yields = grows and growing_yield(engines.shape().mode_of(engines.pool(replica)))
@@ -353,7 +370,7 @@ class Flow:
         own = [*call.headers, *access.headers, prompt_estimate(demand.prompt_tokens)]
         headers = pinned(own, engines.rank(replica))
         request = UpstreamRequest(engines.url(replica), asked.path, headers, body, tls=access.tls)
-        prefill_over = self._end_prefill_later(call, demand, grant, reservation) if demand.prefill else None
+        prefill_over = self._end_prefill_later(call, demand, grant, reservation)
         seen = None
         try:
             if asked.background:
@@ -377,6 +394,8 @@ class Flow:
         call.advance(Event.ENDED)
         if call.status < 400:
             engines.report_success(replica)
+            beginnings.note_run(call, grant, time.monotonic())
+            beginnings.compare(call, demand, grant, self._observer)
         elif call.status == BUSY_STATUS:  # passed on as the engine's own, and it says how the engine is
             engines.report_failure(replica, Trouble.BUSY, relay.rest_seconds)
         return None
@@ -427,24 +446,28 @@ class Flow:
     def _first_token(self, call: Call, demand: Demand, grant: Grant, reservation: Reservation) -> None:
         """The engine has computed the prompt: its share of the prefill budget is free."""
         reservation.first_token()
-        if demand.prefill:
+        computed = prefill_share(_computed_tokens(demand, grant))
+        if demand.prefill and computed:
             took_ms = (time.monotonic() - call.sent_at) * 1000
-            self._prefill_times.observe(grant.replica, demand.prefill, took_ms)
+            self._prefill_times.observe(grant.replica, computed, took_ms)
 
     def _end_prefill_later(
         self, call: Call, demand: Demand, grant: Grant, reservation: Reservation
     ) -> asyncio.TimerHandle | None:
-        """An answer that is no stream shows no first token: its share ends after the time that was learned.
+        """An answer that is no stream shows no first token: its share ends, and others may share what it has computed,
+        after the time that was learned.
 
         What generates nothing is all prefill: its share ends with its answer.
         """
         if call.request.stream or not call.generation.endpoint.generates:
             return None
-        seconds = self._prefill_times.seconds(grant.replica, demand.prefill)
+        if not (demand.prefill or call.segments):
+            return None
+        seconds = self._prefill_times.seconds(grant.replica, _computed_tokens(demand, grant))
         return asyncio.get_running_loop().call_later(seconds, reservation.first_token)
 
 
-def _is_counted_exactly(call: Call, shape: FleetShape) -> bool:
+def _is_counted_when_full(call: Call, shape: FleetShape) -> bool:
     """While there is room, a block too many does no harm, but counting takes processors.  Ids are counted already."""
     if call.fleet.counter is None or isinstance(
         call.generation.prompts[0], PromptTokens
@@ -452,6 +475,11 @@ def _is_counted_exactly(call: Call, shape: FleetShape) -> bool:
         return False
     fill = call.fleet.ledger.fill
     return fill is None or fill >= shape.exact_above
+
+
+def _computed_tokens(demand: Demand, grant: Grant) -> int:
+    """Of its prompt, those that its engine does not have."""
+    return demand.prompt_tokens - grant.shared * demand.block_size
 
 
 def _learn(call: Call) -> None:

@@ -36,6 +36,8 @@ class CallEnded(msgspec.Struct, frozen=True, kw_only=True):
     predicted_ms: int | None = None
     """What the store expected a call to wait that got a ticket, and then a place."""
     reserved_blocks: int = 0
+    shared_blocks: int = 0
+    """Of these, those that others held as well when it was admitted."""
     unused_blocks: int | None = None
     """Blocks reserved but not used, where the engine reported usage."""
     held_seconds: float = 0
@@ -125,6 +127,26 @@ class Unmetered(msgspec.Struct, frozen=True):
     pool: str
 
 
+class PrefixFound(msgspec.Struct, frozen=True):
+    """An engine has told how much of what calls there hold a call found in its cache."""
+
+    fleet: str
+    pool: str
+    replica: str
+    expected_tokens: int
+    """That it shares with others, as the ledger has it."""
+    found_tokens: int
+    """Of these; what its engine had beside them is not counted."""
+
+
+class CacheDoubted(msgspec.Struct, frozen=True):
+    """An engine had less in its cache than it should have: nothing more is shared there until it is started anew."""
+
+    fleet: str
+    pool: str
+    replica: str
+
+
 Event = (
     CallEnded
     | FirstToken
@@ -137,6 +159,8 @@ Event = (
     | Overdraft
     | LengthSurprise
     | Unmetered
+    | PrefixFound
+    | CacheDoubted
 )
 
 

@@ -29,8 +29,11 @@ GRID = tuple(
 )
 """Blocks: 8, 10, 12, 14, 16, 20, 24, 28, 32, 40 and so on.  A cut at the next lower point loses a fifth at most."""
 POINT_BYTES = 16
-_ID_BYTES = array("I").itemsize
-"""4 wherever Python runs."""
+_SALT_BYTES = 16
+"""BLAKE2b's own."""
+_ID_BYTES = array("Q").itemsize
+"""Of a token id: vLLM's are numbers of any size to it."""
+MOMENT_SECONDS = 900
 TEXT_BYTES = 64
 TEXT_BYTES_MAX = 1 << 19
 _TEXT_CUTS = tuple(blocks * TEXT_BYTES for blocks in GRID if blocks * TEXT_BYTES <= TEXT_BYTES_MAX)
@@ -39,6 +42,14 @@ BRANCH_CALLS_MIN = 3
 """So many prompts have to have come to a point before it counts that fewer than half of them went on alike."""
 GENERATION_POINTS_MAX = 1 << 15
 """A point takes 200 bytes: 13 MB for both generations, which are the points of some 2,500 different long prompts."""
+
+
+class PromptCount(NamedTuple):
+    """What is known of one prompt that was counted as its engine counts it."""
+
+    tokens: int
+    points: bytes = b""
+    """As `points` has them, where they were asked for and its tokens are known."""
 
 
 class Beginning(msgspec.Struct, frozen=True):
@@ -83,9 +94,18 @@ def tokens_min(block_size: int) -> int:
     return FIRST_BLOCKS * block_size + 1
 
 
-def points(ids: Sequence[int], block_size: int) -> bytes:
+def moment_of(seconds: float) -> bytes:
+    """What no two prompts have in common that may show different dates, from `seconds` since the epoch.
+
+    An engine's midnight is at the begin of a quarter of an hour, wherever it is.
+    """
+    return b"%d" % (seconds // MOMENT_SECONDS)
+
+
+def points(ids: Sequence[int], block_size: int, moment: bytes = b"") -> bytes:
     """The hash of all token ids up to each point of the grid, 16 bytes each; empty for a short prompt.
 
+    `moment`: of a prompt that its engine will show anew, maybe with another date.
     BLAKE2b of the ids, as a stranger must not be able to make two beginnings look alike.  Takes 10 us for 1,000 ids.
     Raises OverflowError or TypeError for what is no token id.
     """
@@ -93,8 +113,8 @@ def points(ids: Sequence[int], block_size: int) -> bytes:
     cuts = GRID[: bisect_right(GRID, blocks)]
     if not cuts:
         return b""
-    data = memoryview(array("I", ids[: cuts[-1] * block_size])).cast("B")
-    hasher, before, found = blake2b(digest_size=POINT_BYTES), 0, []
+    data = memoryview(array("Q", ids[: cuts[-1] * block_size])).cast("B")
+    hasher, before, found = blake2b(digest_size=POINT_BYTES, salt=moment[:_SALT_BYTES]), 0, []
     for cut in cuts:
         end = cut * block_size * _ID_BYTES
         hasher.update(data[before:end])

@@ -4,11 +4,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
-from gateway.core.body import Member, Members, Refused, decode, is_given, read_value, shown
+from gateway.core.body import Member, Members, Refused, decode, is_given, read_members, read_value, shown
 from gateway.core.media import KINDS, NO_MEDIA, TENSOR, USUAL, Media, MediaRule, Source, kind_of, sources_of
 from gateway.core.outcomes import Code
 
@@ -63,6 +63,9 @@ _NOT_SHOWN_OF_ITEMS = frozenset({"type", "id", "status", "encrypted_content"})
 _MESSAGES = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
 _CONVERSATIONS = msgspec.json.Decoder(list[list[dict[str, msgspec.Raw]]])
 _STRING = msgspec.json.Decoder(str)
+_ID = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+_IDS = msgspec.json.Decoder(list[_ID])
+_ID_LISTS = msgspec.json.Decoder(Annotated[list[list[_ID]], msgspec.Meta(min_length=1, max_length=1)])
 _RAWS = msgspec.json.Decoder(list[msgspec.Raw])
 _SHOWN_EVERYWHERE = ("chat_template", "chat_template_kwargs")
 _TEMPLATE_FIELDS = ("documents", *_SHOWN_EVERYWHERE)
@@ -538,6 +541,18 @@ def _count_ids(members: Members, name: str) -> int:
     commas = len(marks) - sum(around) - 2
     is_list = marks.startswith(b"[%b]" % (b"," * commas), around[0])
     return commas + 1 if is_list else 0
+
+
+def read_ids(body: bytes) -> list[int]:
+    """Those of the only prompt of a completion whose prompts are ids; a list in a list is one, too.
+
+    Raises msgspec.ValidationError for ids that no vocabulary has, and for several prompts.
+    """
+    prompt = read_members(body)["prompt"]
+    if _LIST_OF_NUMBERS.match(prompt.body, prompt.start):
+        return _IDS.decode(prompt.view)
+    (ids,) = _ID_LISTS.decode(prompt.view)
+    return ids
 
 
 def _marks(text: bytes) -> bytes:

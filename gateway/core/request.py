@@ -171,6 +171,8 @@ class GenerationRequest(Request, frozen=True, kw_only=True):
     """Writes the id of a response that the engine may store, without its text."""
     background: bool = False
     """The engine goes on by itself, whoever is still there."""
+    beside: bytes | None = b""
+    """What its body says beside its prompt of whether a block of it is another call's; None = none of it is."""
     engine_tools: bool = False
     """It has tools that an engine may run itself, if it can, and go on with what they gave."""
     min_tokens: int
@@ -187,6 +189,16 @@ class GenerationRequest(Request, frozen=True, kw_only=True):
     """What is to be understood, of which an engine makes prompts of its own."""
     layout: Layout | None = None
     """How the engine's prompts are made of `prompts`, where each is not one of them."""
+
+    @property
+    def may_share(self) -> bool:
+        """Its prompt is one of tokens alone, as they are sent, and nothing that is asked for hinders sharing."""
+        if len(self.prompts) > 1 or self.layout is not None or self.sequences_per_prompt > 1:
+            return False
+        if self.beside is None or self.truncate_prompt_tokens is not None or self.response_id or self.sound:
+            return False
+        (prompt,) = self.prompts
+        return self.endpoint.generates and (isinstance(prompt, PromptTokens) or prompt.is_text_alone)
 
     @property
     def prompt_count(self) -> int:
@@ -376,6 +388,7 @@ def _parse(endpoint: Endpoint, body: bytes, n_max: int) -> GenerationRequest:
         min_tokens=min_tokens,
         truncate_prompt_tokens=read_integer(members, "truncate_prompt_tokens", -1, INTEGER_MAX),
         sequences_per_prompt=per_prompt,
+        beside=b"" if _BESIDE.isdisjoint(members) else _read_beside(members),
         priority=read_integer(members, "priority", -INTEGER_MAX, INTEGER_MAX) or 0,
         prompts=prompts,
         prompt_field=prompt_field,
@@ -397,6 +410,14 @@ _SELDOM_GIVEN = frozenset(
     )
 )
 """What `_read_min_tokens`, `_read_sequences` and `_check_the_rest` look for: looking once costs a tenth of that."""
+_UNSHARED = ("prompt_logprobs", "echo", "use_beam_search")
+"""With the first an engine computes a prompt anew, `echo` can mean the same, and beams are calls of their own.
+
+Source: `SamplingParams.skip_reading_prefix_cache` and `to_sampling_params` of vLLM 0.32.
+"""
+_SALTING = ("cache_salt", "tool_choice")
+"""An engine may be told to show no tools to a model that may not choose any."""
+_BESIDE = frozenset((*_UNSHARED, *_SALTING))
 _PROMPTS = {
     Endpoint.CHAT: read_chat,
     Endpoint.CHAT_BATCH: read_batch,
@@ -550,6 +571,14 @@ def _read_output_limit(members: Members, endpoint: Endpoint) -> tuple[str, int |
         if value is not None and found is None and name in fields:
             found = name, value
     return found or (fields[0], None)
+
+
+def _read_beside(members: Members) -> bytes | None:
+    """As it stands in the body: who writes the same in another way shares less."""
+    given = {name: bytes(members[name].raw) for name in (*_UNSHARED, *_SALTING) if name in members}
+    if any(given.get(name, b"null") not in (b"null", b"false") for name in _UNSHARED):
+        return None
+    return b",".join(b"%b=%b" % (name.encode(), given[name]) for name in _SALTING if name in given)
 
 
 def _read_sequences(members: Members, n_max: int) -> int:

@@ -44,6 +44,8 @@ class PoolShape:
     """Sequences that one replica runs at once."""
     context_max: int | None = None
     """The longest context of its replicas; None where they agree."""
+    prefix_caching: bool = False
+    """One of its replicas keeps the beginnings of prompts, as it says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,10 @@ class FleetShape:
     """Kept for each sequence beside its context."""
     media: MediaRule = USUAL
     """What images, sounds and videos count, and whence they may come."""
+    share_prefixes: bool = False
+    """Where engines keep beginnings of prompts, they are charged once for all calls that have them."""
+    bases: frozenset[str] = frozenset()
+    """Names of the model itself; by any other an engine may mean an adapter."""
     engine_tools: bool = False
     """Its engines run tools themselves, and go on with what those gave."""
     complete: bool = True
@@ -109,6 +115,19 @@ class FleetShape:
     def context_max(self) -> int:
         """Above it no output limit makes sense."""
         return max(pool.max_model_len for pool in self.pools)
+
+    @cached_property
+    def prefix_block_size(self) -> int:
+        """Tokens of a block of the beginnings that are shared; 0 = none are."""
+        if not self.share_prefixes or self.encoder_tokens:
+            return 0
+        caching = any(pool.prefix_caching for pool in self.pools)
+        sizes = {pool.block_size for pool in self.pools}
+        return sizes.pop() if caching and len(sizes) == 1 else 0
+
+    def adapter(self, model: str | None) -> str:
+        """What an engine's prefixes are kept apart by; '' for the model itself."""
+        return "" if model is None or model in self.bases else model
 
     def modes_of(self, lane: str) -> tuple[Mode, ...]:
         """Of the pools of a lane."""

@@ -6,6 +6,7 @@ import msgspec
 
 from gateway.core.body import Members, Refused, read_members, read_value
 from gateway.core.conversation import Inexpressible, read_variables
+from gateway.core.prefixes import PromptCount, points
 from gateway.core.prompt import PromptText
 from gateway.core.request import Endpoint, GenerationRequest
 from gateway.core.sse import Tokens
@@ -37,7 +38,13 @@ class _Answer(msgspec.Struct):
     input_tokens: Tokens | None = None
 
 
+class _AnswerWithIds(_Answer):
+    tokens: Any = None
+    """Not typed: ids of another kind must not cost the count."""
+
+
 _ANSWER = msgspec.json.Decoder(_Answer)
+_ANSWER_WITH_IDS = msgspec.json.Decoder(_AnswerWithIds)
 
 
 def questions(request: GenerationRequest) -> list[Question] | None:
@@ -73,6 +80,27 @@ def count_in(answer: bytes) -> int | None:
     except msgspec.DecodeError:
         return None
     return found.input_tokens if found.count is None else found.count
+
+
+def measured_in(answer: bytes, block_size: int, moment: bytes) -> PromptCount | None:
+    """The same with how the prompt begins, where its tokens are told: `count_tokens` does not.
+
+    `moment`: as `points` has it.
+    """
+    try:
+        found = _ANSWER_WITH_IDS.decode(answer)
+    except msgspec.DecodeError:
+        return None
+    count = found.input_tokens if found.count is None else found.count
+    if count is None:
+        return None
+    ids = found.tokens
+    if not isinstance(ids, list) or len(ids) != count:
+        return PromptCount(count)
+    try:
+        return PromptCount(count, points(ids, block_size, moment))
+    except (OverflowError, TypeError):
+        return PromptCount(count)
 
 
 def _raw(members: Members, names: tuple[str, ...]) -> dict[str, Any]:

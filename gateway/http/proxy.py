@@ -578,6 +578,8 @@ class Proxy:
             headers.append((b"x-kvgate-pool", call.fleet.engines.pool(grant.replica).encode()))
             if self._settings.show_replica:
                 headers.append((b"x-kvgate-replica", grant.replica.encode()))
+            if grant.shared:
+                headers.append((b"x-kvgate-shared-blocks", b"%d" % grant.shared))
             if grant.queued:
                 headers.append((b"x-kvgate-queue-position", b"%d" % grant.position))
             if grant.left:
@@ -633,6 +635,7 @@ class Proxy:
                 queue_ms=grant.queue_ms if grant else waited_in_vain_ms,
                 predicted_ms=grant.predicted_ms if grant else None,
                 reserved_blocks=demand.blocks if demand and grant else 0,
+                shared_blocks=grant.shared if grant else 0,
                 unused_blocks=max(0, demand.unshared_blocks - used) if demand and used is not None else None,
                 held_seconds=call.held_seconds,
                 charged=charged.requests > 0,

@@ -82,6 +82,8 @@ class CallLine(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens: Count | None
     output_estimated: bool
     reserved_blocks: Count
+    shared_blocks: Count = 0
+    """Of these, those that others held as well when it was admitted."""
     block_seconds: Amount
     """These blocks x the seconds for which they were held."""
     charged: bool
@@ -124,6 +126,7 @@ def line_of(ended_at: float, event: CallEnded) -> CallLine:
         output_tokens=output_estimate if output is None else output,
         output_estimated=output is None and output_estimate is not None,
         reserved_blocks=event.reserved_blocks,
+        shared_blocks=event.shared_blocks,
         block_seconds=round(event.reserved_blocks * event.held_seconds, 3),
         charged=event.charged,
     )

@@ -147,6 +147,21 @@ def _of_elastic_calls() -> tuple[Counter, Counter, Counter]:
     )
 
 
+def _of_prefixes() -> tuple[Counter, Counter, Counter]:
+    places = ("fleet", "pool", "replica")
+    return (
+        Counter(
+            "kvgate_prefix_expected_tokens",
+            "Tokens of prompts that other calls held, where the engine tells what it had",
+            places,
+        ),
+        Counter("kvgate_prefix_found_tokens", "Of these, tokens that the engine had in its cache", places),
+        Counter(
+            "kvgate_prefix_doubts", "Caches that had less than they should, and are shared no more", places
+        ),
+    )
+
+
 class Counted:
     """Every counter and histogram of the gateway, of one process or added up over several."""
 
@@ -163,6 +178,7 @@ class Counted:
             "kvgate_share_admissions", "Calls admitted by a process alone, without the store", ("fleet",)
         )
         self.overdrafts, self.unmetered, self.surprises = _of_elastic_calls()
+        self.prefix_expected, self.prefix_found, self.prefix_doubts = _of_prefixes()
         self.reload_failures = Counter("kvgate_reload_failures", "Changes of a file not used", ("file",))
         for file in ("config", "keys", "jwt", "replicas"):
             self.reload_failures.add((file,), 0)
@@ -205,8 +221,10 @@ class Counted:
         self.store = Histogram("kvgate_store_seconds", "Round trips to the store", (), STORE_SECONDS)
         self._counters = (
             self.calls, self.expired, self.healed, self.shared, self.overdrafts, self.unmetered, self.surprises,
-            self.reload_failures, self.calls_lost,
+            self.prefix_expected, self.prefix_found, self.prefix_doubts, self.reload_failures, self.calls_lost,
         )  # fmt: skip
+        self.of_replicas = (self.overdrafts, self.prefix_expected, self.prefix_found, self.prefix_doubts)
+        """Counters of which each replica has one from the start."""
         self._histograms = (
             self.refusals, self.waits, self.predictions, self.ttft, self.gaps, self.unused, self.errors, self.store,
         )  # fmt: skip

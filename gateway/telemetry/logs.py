@@ -13,7 +13,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
-from gateway.core.events import CallEnded, Event
+from gateway.core.events import CacheDoubted, CallEnded, Event
 
 RECORDS_MAX = 10_000
 """Records that wait for a slow reader of stderr."""
@@ -24,12 +24,16 @@ CHATTY = ("httpcore", "httpx", "aiohttp", "asyncio", "uvicorn.access")
 """Libraries whose records below warning repeat what ours say, or name addresses."""
 
 calls = logging.getLogger("kvgate.call")
+prefixes = logging.getLogger("kvgate.prefixes")
 
 
 class CallRecords:
-    """An observer that makes one record of each finished call."""
+    """An observer that makes one record of each finished call, and of each cache that is doubted."""
 
     def __call__(self, event: Event) -> None:
+        if isinstance(event, CacheDoubted):
+            text = "replica %s of fleet %s has less in its prefix cache than it should: nothing more is shared there"
+            prefixes.warning(text, event.replica, event.fleet)
         if isinstance(event, CallEnded) and calls.isEnabledFor(logging.INFO):
             calls.info("call ended", extra={"fields": _call_fields(event)})
 
@@ -51,6 +55,7 @@ def _call_fields(event: CallEnded) -> dict[str, Any]:
         "predicted_ms": event.predicted_ms,
         "duration_ms": _rounded(event.duration_ms),
         "reserved_blocks": event.reserved_blocks,
+        "shared_blocks": event.shared_blocks or None,
         "unused_blocks": event.unused_blocks,
         "prompt_tokens_estimated": event.prompt_tokens_estimated,
         "prompt_tokens": event.prompt_tokens,

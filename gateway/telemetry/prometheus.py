@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 
 from gateway.core.events import (
     AdmittedByShare,
+    CacheDoubted,
     CallEnded,
     Event,
     FirstToken,
@@ -22,6 +23,7 @@ from gateway.core.events import (
     LeaseLost,
     LengthSurprise,
     Overdraft,
+    PrefixFound,
     StoreAnswered,
     StoreUp,
     TokenGaps,
@@ -106,6 +108,10 @@ class Metrics:
             Overdraft: lambda event: self._counted.overdrafts.add(
                 self._known.replica(event.fleet, event.pool, event.replica)
             ),
+            PrefixFound: self._on_prefix,
+            CacheDoubted: lambda event: self._counted.prefix_doubts.add(
+                self._known.replica(event.fleet, event.pool, event.replica)
+            ),
             Unmetered: lambda event: self._counted.unmetered.add(self._known.pool(event.fleet, event.pool)),
             LengthSurprise: lambda event: self._counted.surprises.add(
                 (self._known.fleet(event.fleet), self._known.class_(event.class_))
@@ -136,7 +142,8 @@ class Metrics:
         for pool, replicas in pools.items():
             self._counted.unmetered.add((fleet, pool), 0)
             for replica in replicas:
-                self._counted.overdrafts.add((fleet, pool, replica), 0)
+                for counter in self._counted.of_replicas:
+                    counter.add((fleet, pool, replica), 0)
 
     def set_state(self, fleet: str, state: Mapping[str, Any]) -> None:
         """What the store holds for a fleet, laid out as `GET /admin/v1/state`; shown until the next one comes."""
@@ -196,6 +203,11 @@ class Metrics:
 
     def _on_first(self, event: FirstToken) -> None:
         self._counted.ttft.add(self._place(event), event.ttft_ms / 1_000)
+
+    def _on_prefix(self, event: PrefixFound) -> None:
+        replica = self._known.replica(event.fleet, event.pool, event.replica)
+        self._counted.prefix_expected.add(replica, event.expected_tokens)
+        self._counted.prefix_found.add(replica, event.found_tokens)
 
     def _on_store(self, event: StoreUp) -> None:
         self._store_up = event.up

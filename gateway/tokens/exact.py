@@ -4,7 +4,8 @@ What it needs is an extra: it is imported only where a tokenizer is configured.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from gateway.core.body import Refused, decode
 from gateway.core.conversation import Chat, Inexpressible, read_chat
+from gateway.core.prefixes import PromptCount, moment_of, points
 from gateway.core.request import Endpoint, GenerationRequest
 from gateway.tokens.api import ModelCounter
 from gateway.tokens.files import TokenizerError, TokenizerFiles
@@ -23,6 +25,8 @@ from gateway.tokens.threads import CountingThreads, IsLate
 BODY_BYTES_MAX = 1 << 20
 PROMPT_CHARS_MAX = 1 << 20
 """Longer prompts keep to the estimate.  A tokenizer needs a second for a million characters, and cannot be stopped."""
+BEGINNINGS_MAX = 6_000
+"""Prompts whose beginnings are remembered; each has 700 bytes at most, so that all of them have 8 MB."""
 _TOOL_USE = "tool_use"
 """The name of a template that is for chats with tools."""
 
@@ -32,8 +36,11 @@ class TokenizerCounter(ModelCounter):
     and in any form, and a tokenizer's words do not end where a message ends.
     """
 
-    def __init__(self, files: TokenizerFiles, threads: CountingThreads) -> None:
+    def __init__(
+        self, files: TokenizerFiles, threads: CountingThreads, wall: Callable[[], float] = time.time
+    ) -> None:
         """Raises TokenizerError."""
+        self._wall = wall
         config = _read_config(files.tokenizer.with_name("tokenizer_config.json"))
         self._special_tokens = _special_tokens(config)
         self._tokenizer = load_tokenizer(files.tokenizer, config, _names(self._special_tokens.values()))
@@ -41,52 +48,68 @@ class TokenizerCounter(ModelCounter):
         self._templates = _read_templates(files, config)
         self._template_kwargs = files.template_kwargs
         self._threads = threads
-        self._memo = Memo()
+        self._memo: Memo[int] = Memo()
+        self._beginnings: Memo[PromptCount] = Memo(BEGINNINGS_MAX)
 
-    async def count(self, request: GenerationRequest) -> list[int] | None:
+    async def count(self, request: GenerationRequest, block_size: int = 0) -> list[PromptCount] | None:
         if len(request.body) > BODY_BYTES_MAX:
             return None
-        return await self._threads.run(lambda is_late: self._count(request, is_late))
+        return await self._threads.run(lambda is_late: self._count(request, block_size, is_late))
 
     # -- in a thread ---------------------------------------------------------------------------------------------
 
-    def _count(self, request: GenerationRequest, is_late: IsLate) -> list[int] | None:
+    def _count(
+        self, request: GenerationRequest, block_size: int, is_late: IsLate
+    ) -> list[PromptCount] | None:
         counts = []
         try:
-            for prompt, added in self._prompts(request):
+            for prompt, added, moment in self._prompts(request):
                 if is_late() or len(prompt) > PROMPT_CHARS_MAX:
                     return None
-                counts.append(self._tokens(prompt) + added)
+                counts.append(self._measured(prompt, added, block_size, moment))
         except (Inexpressible, Refused):
             return None
         return counts
 
-    def _prompts(self, request: GenerationRequest) -> Iterator[tuple[str, int]]:
-        """The texts that the engine tokenizes, and how many tokens it adds to each.  Raises Inexpressible."""
+    def _prompts(self, request: GenerationRequest) -> Iterator[tuple[str, int, bytes]]:
+        """The texts that the engine tokenizes, how many tokens it adds to each, and the moment of one that may show the
+        time.  Raises Inexpressible."""
         body = decode(request.body, "")
         if request.endpoint is Endpoint.CHAT:
             yield self._render(body)
         elif (
             request.endpoint is Endpoint.CHAT_BATCH
         ):  # what all have in common is in each, and tools are not shown
-            yield "", 0
+            yield "", 0, b""
             shared = {name: value for name, value in body.items() if name != "tools"}
             yield from (self._render(shared | {"messages": messages}) for messages in body["messages"])
         elif request.endpoint is Endpoint.COMPLETIONS:
             given = body["prompt"]
             added = self._added if body.get("add_special_tokens", True) else 0
-            yield from ((text, added) for text in ([given] if isinstance(given, str) else given))
+            yield from ((text, added, b"") for text in ([given] if isinstance(given, str) else given))
         else:
             raise Inexpressible("a protocol that vLLM translates first")
 
-    def _render(self, body: Mapping[str, Any]) -> tuple[str, int]:
+    def _render(self, body: Mapping[str, Any]) -> tuple[str, int, bytes]:
         wanted = _TOOL_USE if body.get("tools") is not None else ""
         template = self._templates.get(wanted) or self._templates.get("")
         if template is None:
             raise Inexpressible("no template for it")
         chat: Chat = read_chat(body, template.style, self._template_kwargs)
         prompt = template.render(chat, self._special_tokens)
-        return prompt, self._added if chat.add_special_tokens else 0
+        moment = moment_of(self._wall()) if template.shows_time else b""
+        return prompt, self._added if chat.add_special_tokens else 0, moment
+
+    def _measured(self, text: str, added: int, block_size: int, moment: bytes) -> PromptCount:
+        if not block_size:
+            return PromptCount(self._tokens(text) + added)
+        key = text_key(f"{block_size} {bool(added)} {moment!r} {text}")
+        known = self._beginnings.get(key)
+        if known is None:
+            ids = self._tokenizer.encode_batch_fast([text], add_special_tokens=bool(added))[0].ids
+            known = PromptCount(len(ids), points(ids, block_size, moment))
+            self._beginnings.put(key, known)
+        return known
 
     def _tokens(self, text: str) -> int:
         """Without what is added.  Of the ways to encode only a batch lets other threads go on meanwhile."""

@@ -1,7 +1,8 @@
-"""What was counted before: of each text a number."""
+"""What was found out before: of each text a number, or more."""
 
 import secrets
 from collections.abc import Iterable, Sequence
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -14,28 +15,31 @@ MEMO_BYTES_MAX = 8 << 20
 GENERATION_ENTRIES_MAX = MEMO_BYTES_MAX // ENTRY_BYTES // 2
 """A table of this length is grown or dropped in half a millisecond, which an event loop can spare."""
 
+V = TypeVar("V")
+
 _LITERAL, _DECODED = secrets.token_bytes(32), secrets.token_bytes(32)
 """As long as SipHash's state, so that they hide it also where PYTHONHASHSEED, the hash's own key, is set.  They differ
 because a text may look like the JSON of another.
 """
 
 
-class Memo:
-    """Numbers by the `text_key` of their text, of which nothing else is kept.
+class Memo(Generic[V]):
+    """What is known by the `text_key` of their text, of which nothing else is kept.
 
-    It forgets what was not asked for while GENERATION_ENTRIES_MAX others were added or asked for again.  Threads
+    It forgets what was not asked for while `generation_max` others were added or asked for again.  Threads
     share it without a lock: an entry never changes, every step on a table is one of the interpreter's, and the worst
     that two threads do to each other is to forget a generation early or to overfill it by one entry each.
     """
 
-    def __init__(self) -> None:
-        self._young: dict[int, int] = {}
-        self._old: dict[int, int] = {}
+    def __init__(self, generation_max: int = GENERATION_ENTRIES_MAX) -> None:
+        self._young: dict[int, V] = {}
+        self._old: dict[int, V] = {}
+        self._generation_max = generation_max
 
     def __len__(self) -> int:
         return len(self._young) + len(self._old)
 
-    def get(self, key: int) -> int | None:
+    def get(self, key: int) -> V | None:
         """What was put for the text whose `text_key` this is; None where nothing is known."""
         known = self._young.get(key)
         if known is None:
@@ -44,13 +48,13 @@ class Memo:
                 self.put(key, known)
         return known
 
-    def get_all(self, keys: Sequence[int]) -> list[int | None]:
+    def get_all(self, keys: Sequence[int]) -> list[V | None]:
         """The same of many."""
         found = map(self._young.get, keys)
         return [self.get(key) if known is None else known for key, known in zip(keys, found, strict=True)]
 
-    def put(self, key: int, known: int) -> None:
-        if len(self._young) >= GENERATION_ENTRIES_MAX:
+    def put(self, key: int, known: V) -> None:
+        if len(self._young) >= self._generation_max:
             self._old, self._young = self._young, {}
         self._young[key] = known
 

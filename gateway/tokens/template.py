@@ -43,6 +43,8 @@ class ChatTemplate:
         environment = _environment()
         self._source = source
         self._template = environment.from_string(source)
+        self.shows_time = "strftime_now" in source
+        """It may show the time, of this moment, which is not that when its engine shows it."""
         self.style = Style(
             shows_parts=_loops_over_parts(environment.parse(source)),
             knows_developer='"developer"' in source or "'developer'" in source,

@@ -143,7 +143,7 @@ class TiktokenCounter(Counter):
         self._encoding, *self._for_threads = load_encodings(vocabulary, 1 + THREADS)
         self._of_thread = threading.local()
         self._threads = threads
-        self._memo = Memo()
+        self._memo: Memo[int] = Memo()
         self._inline_chars_left = INLINE_CHARS_A_TURN
 
     async def count(self, texts: Sequence[Text]) -> Counted:

@@ -46,6 +46,7 @@ class FleetPlan:
     """Name and guaranteed share in thousandths, highest first."""
     lease_ms: int
     heartbeat_ms: int
+    share_prefixes: bool = False
     media: MediaRule = USUAL
     encoder_tokens: int = 0
     engine_tools: bool = False
@@ -190,12 +191,19 @@ class WatchedEngines:
             encoder_tokens=plan.encoder_tokens,
             engine_tools=plan.engine_tools,
             share_prompt_of_n=plan.share_prompt_of_n and not self._unshared,
+            share_prefixes=plan.share_prefixes,
+            bases=_bases([shape for shapes in known.values() for shape in shapes]),
             pools=tuple(_pool_shape(name, most, known[name]) for name, most in plan.pools if name in known),
             lanes=plan.lanes,
             modes=plan.modes,
             elastic_base=self._elastic_base(),
             complete=all(state.shape for state in states),
         )
+
+
+def _bases(replicas: Sequence[ReplicaShape]) -> frozenset[str]:
+    """What every replica means the model itself by."""
+    return frozenset.intersection(*(replica.bases for replica in replicas)) if replicas else frozenset()
 
 
 def _last(count: int, entries: Mapping[str, str]) -> dict[str, str]:
@@ -237,4 +245,5 @@ def _pool_shape(name: str, max_prompt_tokens: int | None, replicas: list[Replica
         usable_max=max(r.num_gpu_blocks - 1 for r in replicas),
         sequences_max=max(r.max_num_seqs for r in replicas),
         context_max=max(r.max_model_len for r in replicas),
+        prefix_caching=any(r.prefix_caching for r in replicas),
     )

@@ -79,6 +79,10 @@ class ReplicaShape:
     max_model_len: int
     max_num_seqs: int
     prefill_tokens: int
+    prefix_caching: bool = False
+    """It says that it keeps the beginnings of prompts."""
+    bases: frozenset[str] = frozenset()
+    """Names under which it serves a model, and no adapter of one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +100,8 @@ class ReplicaState:
 class _Model(msgspec.Struct):
     id: str
     max_model_len: Annotated[int, msgspec.Meta(gt=0, lt=2**53)] | None = None
+    parent: str | None = None
+    """Of an adapter, its model."""
 
 
 class _Models(msgspec.Struct):
@@ -123,7 +129,7 @@ async def discover(
     """
     try:
         config = await _cache_config(spec, scraper, timeout_seconds, accept)
-        context = await _context(spec, models, scraper, timeout_seconds)
+        context, bases = await _context(spec, models, scraper, timeout_seconds)
         return ReplicaShape(
             name=spec.name,
             pool=spec.pool,
@@ -133,6 +139,8 @@ async def discover(
             max_model_len=_smaller(spec, "max_model_len", spec.max_model_len, context),
             max_num_seqs=spec.max_num_seqs,
             prefill_tokens=spec.prefill_tokens,
+            prefix_caching=config.prefix_caching is True,
+            bases=bases,
         )
     except Unusable as trouble:
         return str(trouble)
@@ -174,20 +182,21 @@ def _config_of(spec: ReplicaSpec, page: EnginePage) -> CacheConfig:
 
 async def _context(
     spec: ReplicaSpec, models: frozenset[str], scraper: Scraper, timeout_seconds: float
-) -> int | None:
-    """The context length that the engine states for the fleet's model."""
+) -> tuple[int | None, frozenset[str]]:
+    """The context length that the engine states for the fleet's model, and the names of models that are no adapters."""
     try:
         served = await _served(spec, scraper, timeout_seconds)
     except Unusable:
         if spec.num_gpu_blocks is None or spec.block_size is None or spec.max_model_len is None:
             raise
-        return None
+        return None, frozenset()
     if missing := models - {model.id for model in served}:
         names = ", ".join(sorted(missing))
         log.warning(
             "replica %s does not serve %s: calls that ask for it will be answered 404", spec.name, names
         )
-    return _context_of(spec, models, served)
+    bases = frozenset(model.id for model in served if model.parent is None)
+    return _context_of(spec, models, served), bases
 
 
 async def _served(spec: ReplicaSpec, scraper: Scraper, timeout_seconds: float) -> list[_Model]:

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 
+from gateway.core.prefixes import PromptCount
 from gateway.core.request import GenerationRequest
 from gateway.mock.engine import EngineConfig
 from tests.flow.engines import mock_engine
@@ -22,10 +23,10 @@ class Told:
         self.tokens = tokens
         self.requests: list[GenerationRequest] = []
 
-    async def count(self, request: GenerationRequest) -> list[int] | None:
+    async def count(self, request: GenerationRequest, block_size: int = 0) -> list[PromptCount] | None:
         await asyncio.sleep(0)
         self.requests.append(request)
-        return None if self.tokens is None else [self.tokens for _ in request.prompts]
+        return None if self.tokens is None else [PromptCount(self.tokens) for _ in request.prompts]
 
 
 async def test_what_it_counts_is_reserved(store_url: str) -> None:

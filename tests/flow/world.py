@@ -28,6 +28,8 @@ from gateway.http.proxy import Calls, ClassTerms, EdgeSettings, Proxy
 from gateway.ledger.api import Admission, Grant
 from gateway.ledger.valkey import HoldLimits, ValkeyLedger
 from gateway.tokens.api import Counted, Counter, ModelCounter
+from gateway.tokens.ids import ThreadedIdReader
+from gateway.tokens.threads import CountingThreads
 from gateway.upstream.api import Trouble
 from gateway.upstream.client import EngineClient
 from gateway.upstream.engines import FleetPlan, WatchedEngines
@@ -42,6 +44,7 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 HEARTBEAT_MS = 10
 """Short, because a fresh store opens its gate after two."""
 LEASE_MS = 5_000
+BASES = frozenset({"demo"})
 CLASSES = (("normal", 0),)
 
 _fleet_numbers = itertools.count()
@@ -64,7 +67,9 @@ class WordCounter:
 class Replicas:
     """What `WatchedEngines` needs of a watch: replicas of one pool that are up until a test says otherwise."""
 
-    def __init__(self, urls: Mapping[str, str], blocks: Mapping[str, int], prefill_tokens: int) -> None:
+    def __init__(
+        self, urls: Mapping[str, str], blocks: Mapping[str, int], prefill_tokens: int, caching: bool
+    ) -> None:
         self.failures: list[tuple[str, Trouble]] = []
         """Reports of failed calls."""
         self.successes: list[str] = []
@@ -72,7 +77,9 @@ class Replicas:
         self._states = [
             ReplicaState(
                 ReplicaSpec("short", name, url),
-                ReplicaShape(name, "short", url, blocks.get(name, 1001), 16, 8192, 256, prefill_tokens),
+                ReplicaShape(
+                    name, "short", url, blocks.get(name, 1001), 16, 8192, 256, prefill_tokens, caching, BASES
+                ),
                 up=True,
                 problem="",
             )
@@ -109,8 +116,10 @@ class World:
         store: "redis.Redis[bytes]",
         limits: ValkeyLedger,
         lengths: LearnedLengths,
+        fleet: Fleet,
     ) -> None:
         self.lengths = lengths
+        self.fleet = fleet
         self.replicas = replicas
         self.ledger = ledger
         self.limits = limits
@@ -240,14 +249,18 @@ async def gateway(
     promise: Mode | None = None,
     ttft_ms: int | None = None,
     lengths: LearnedLengths | None = None,
+    caching: bool = False,
+    adapters: Sequence[str] = (),
 ) -> AsyncIterator[World]:
     """`urls` and `blocks` (`num_gpu_blocks`, 1,001 by default) by replica; all replicas are of one pool, `short`.
 
     `mode` is the pool's, `promise` what the class was promised; `lengths`: what is known of how much calls write.
+    `caching`: the engines are known to keep prefixes, and these are shared.
+    `adapters`: further models of the engines.
     """
     name = f"fleet-{next(_fleet_numbers)}"
     facts: list[Event] = []
-    replicas = Replicas(urls, blocks or {}, prefill_tokens)
+    replicas = Replicas(urls, blocks or {}, prefill_tokens, caching)
     engines = WatchedEngines(_plan(name, learns, media, mode, encoder_tokens), replicas)  # type: ignore[arg-type]
     lengths = lengths or LearnedLengths()
     clock = {} if now is None else {"now": now}
@@ -271,10 +284,12 @@ async def gateway(
     upstream = EngineClient(limits or UpstreamLimits(LONG, LONG, LONG, LONG))
     counter = counter or WordCounter()
     calls = Calls()
+    threads = CountingThreads()
+    fleet = Fleet(name, engines, ledger, model_counter, lengths=lengths)
     proxy = Proxy(
-        Flow(counter, upstream, limits_ledger, facts.append, background_seconds),
+        Flow(counter, upstream, limits_ledger, facts.append, background_seconds, ThreadedIdReader(threads)),
         Callers(Keyring((), key or anonymous("normal"))),
-        {"demo": Fleet(name, engines, ledger, model_counter, lengths=lengths)},
+        dict.fromkeys(("demo", *adapters), fleet),
         replace(
             _settings(ClassTerms(wait_ms, queue_max, queue_max, ttft_ms, promise)),
             pass_through=frozenset(pass_through),
@@ -290,7 +305,7 @@ async def gateway(
     try:
         await soon(lambda: all(each.ready for each in ledgers), "the gate is open")
         facts.clear()
-        yield World(replicas, ledger, proxy, calls, facts, counter, store, limits_ledger, lengths)
+        yield World(replicas, ledger, proxy, calls, facts, counter, store, limits_ledger, lengths, fleet)
     finally:
         store.close()
         await asyncio.gather(*(each.close(2) for each in ledgers))
@@ -298,6 +313,7 @@ async def gateway(
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await upstream.close()
+        threads.close()
 
 
 def _plan(name: str, learns: bool, media: MediaRule, mode: Mode, encoder_tokens: int) -> FleetPlan:
@@ -314,6 +330,7 @@ def _plan(name: str, learns: bool, media: MediaRule, mode: Mode, encoder_tokens:
         media=media,
         encoder_tokens=encoder_tokens,
         share_prompt_of_n=False,
+        share_prefixes=True,
         safe_fraction=1.0,
         overtake_blocks=None,
         pools=(("short", None),),

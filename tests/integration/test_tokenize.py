@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from gateway.core.prefixes import PromptCount, points
 from gateway.core.request import Endpoint, GenerationRequest, parse
 from gateway.mock.engine import EngineConfig
 from gateway.upstream import tokenize
@@ -20,6 +21,7 @@ from tests.flow.engines import Peer, mock_engine, raw_engine, whole
 from tests.flow.world import soon
 
 USER = {"role": "user", "content": "one two three"}
+FIVE = PromptCount(5)
 ANSWER = whole(200, b'{"count":5,"tokens":[]}')
 
 
@@ -67,7 +69,7 @@ async def test_it_says_what_the_engine_then_reports(endpoint: Endpoint, fields: 
             usage = (await client.post(endpoint, json=json.loads(request.body))).json()["usage"]
     assert counts is not None
     assert len(counts) == len(request.prompts)
-    assert sum(counts) == usage.get("prompt_tokens", usage.get("input_tokens"))
+    assert sum(tokens for tokens, _ in counts) == usage.get("prompt_tokens", usage.get("input_tokens"))
 
 
 async def test_replicas_take_turns_and_get_our_key() -> None:
@@ -80,7 +82,7 @@ async def test_replicas_take_turns_and_get_our_key() -> None:
         counting([one.url, other.url], "secret") as (counter, _),
     ):
         for _ in range(4):
-            assert await counter.count(request_of()) == [5]
+            assert await counter.count(request_of()) == [FIVE]
         assert [len(one.bodies), len(other.bodies)] == [2, 2]
         assert all(b"authorization: Bearer secret\r\n" in peer.head for peer in (*one.peers, *other.peers))
 
@@ -110,7 +112,7 @@ async def test_a_question_that_is_refused_says_nothing_against_the_engine(answer
 
     async with raw_engine(play) as engine, counting([engine.url]) as (counter, _):
         assert await counter.count(request_of()) is None
-        assert await counter.count(request_of()) == [5]
+        assert await counter.count(request_of()) == [FIVE]
 
 
 async def test_an_engine_that_is_silent_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,9 +144,52 @@ async def test_not_too_many_ask_at_once_and_each_gives_its_place_back() -> None:
                 task.cancel()
             await asyncio.gather(*asking, return_exceptions=True)
         answered.set()
-        assert await counter.count(request_of()) == [5]
+        assert await counter.count(request_of()) == [FIVE]
 
 
 async def test_without_a_replica_nobody_is_asked() -> None:
     async with counting([]) as (counter, _):
         assert await counter.count(request_of()) is None
+
+
+async def test_it_tells_how_prompts_begin_where_the_engine_tells_the_tokens() -> None:
+    """`count_tokens` tells how many there are, and nothing else."""
+    text = "one two three four " * 20
+    async with (
+        mock_engine(EngineConfig(), speed=math.inf) as engine,
+        counting([engine.url]) as (counter, _),
+        httpx.AsyncClient(base_url=engine.url, trust_env=False) as client,
+    ):
+        asked = {"model": "demo", "prompt": text}
+        ids = (await client.post("/tokenize", json=asked)).json()["tokens"]
+        found = await counter.count(request_of(Endpoint.COMPLETIONS, prompt=text), 1)
+        assert found == [PromptCount(len(ids), points(ids, 1))]
+        assert len(found[0].points) > 10 * 16
+        message = {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
+        found = await counter.count(request_of(Endpoint.MESSAGES, **message), 1)
+    assert found is not None
+    assert found[0].tokens > 0
+    assert found[0].points == b""
+
+
+async def test_chats_of_another_quarter_of_an_hour_begin_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their template may show the date, of which nothing is known here.  Long answers are read in a thread."""
+    monkeypatch.setattr(tokenize, "READ_AT_ONCE_BYTES", 0)
+    times = iter((0.0, 899.0, 900.0))
+    request = request_of(messages=[{"role": "user", "content": "one two three four " * 20}])
+    async with mock_engine(EngineConfig(), speed=math.inf) as engine, Scraper() as scraper:
+        counter = EngineCounter(
+            lambda: [(engine.url, Access.of(None))], scraper.post, Clock(), lambda: next(times)
+        )
+        first, same, later = [await counter.count(request, 1) for _ in range(3)]
+    assert first == same != later
+    assert first is not None
+
+
+@pytest.mark.parametrize("tokens", [b"null", b"[1,2]", b'["a","b","c","d","e"]', b"[1,2,3,-4,5]"])
+async def test_tokens_that_are_none_cost_no_count(tokens: bytes) -> None:
+    async def answer(peer: Peer) -> None:
+        await peer.send(whole(200, b'{"count":5,"tokens":' + tokens + b"}"))
+
+    async with raw_engine(answer) as engine, counting([engine.url]) as (counter, _):
+        assert await counter.count(request_of(), 1) == [FIVE]

@@ -51,7 +51,7 @@ async def test_a_folder_counts_by_its_files(new_world: World, model: Path) -> No
     counts = await TokenizerCounter(TokenizerFiles(model / "tokenizer.json"), threads).count(request)
     threads.close()
     assert counts is not None
-    blocks = -(-counts[0] // 16)
+    blocks = -(-counts[0].tokens // 16)
     gateway = serving(new_world, tokenizer=str(model))
     wait_until(lambda: asked(gateway)[0] == blocks, "a call reserves what its tokenizer counts")
     assert asked(serving(new_world))[0] != blocks

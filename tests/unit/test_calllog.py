@@ -24,7 +24,7 @@ NOON = 1_793_534_400.1234
 STREAMED = CallEnded(
     request_id="r-1", route="/v1/chat/completions", model="llama", fleet="llama-70b", lane="short", pool="short",
     replica="short-0", key="team-a", group="research", class_="normal", outcome=Outcome.COMPLETED, reason=None,
-    status=200, refusal_ms=None, queue_ms=12.34567, reserved_blocks=10, held_seconds=1.5, charged=True,
+    status=200, refusal_ms=None, queue_ms=12.34567, reserved_blocks=10, shared_blocks=4, held_seconds=1.5, charged=True,
     prompt_tokens_estimated=60, prompt_tokens=50, cached_tokens=32, output_tokens_estimated=8, output_tokens=7,
     duration_ms=1512.3456789,
 )  # fmt: skip
@@ -98,7 +98,8 @@ def test_a_call_is_a_line(path: Path, new_log: Callable[..., CallLog]) -> None:
             "group": "research", "class": "normal", "lane": "short", "pool": "short", "replica": "short-0",
             "outcome": "completed", "reason": None, "status": 200, "retry_ms": None, "queue_ms": 12.346,
             "prompt_tokens": 50, "prompt_estimated": False, "cached_tokens": 32, "output_tokens": 7,
-            "output_estimated": False, "reserved_blocks": 10, "block_seconds": 15.0, "charged": True,
+            "output_estimated": False, "reserved_blocks": 10, "shared_blocks": 4, "block_seconds": 15.0,
+            "charged": True,
         }
     ]  # fmt: skip
 

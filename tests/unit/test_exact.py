@@ -18,6 +18,7 @@ import pytest
 
 from gateway.app import _model_counter
 from gateway.config import Tokenizer
+from gateway.core.prefixes import GRID, PromptCount, points
 from gateway.core.request import Endpoint, GenerationRequest, parse
 from gateway.steps import Begun
 from gateway.tokens.exact import BODY_BYTES_MAX, PROMPT_CHARS_MAX, TokenizerCounter
@@ -75,6 +76,10 @@ def with_template(folder: Path, threads: CountingThreads, source: str, **changes
     )
 
 
+def counted(found: list[PromptCount] | None) -> list[int] | None:
+    return found if found is None else [tokens for tokens, _ in found]
+
+
 @functools.cache
 def loaded(tokenizer: str) -> TokenizerCounter:
     """Half a second for one of 128,000 tokens, whichever template is beside it."""
@@ -88,8 +93,9 @@ def test_it_counts_as_vllm_does(tokenizer: str, template: str, case: str, counts
     if template:
         counter._templates = {"": ChatTemplate((TEMPLATES / f"{template}.jinja").read_text())}
     request = chat(**CHATS[case]) if template else request_of(Endpoint.COMPLETIONS, **COMPLETIONS[case])
-    found = counter._count(request, lambda: False)
-    assert counts is None or found == counts
+    for block_size in (0, 1):
+        found = counter._count(request, block_size, lambda: False)
+        assert counts is None or counted(found) == counts
 
 
 async def test_each_conversation_of_a_batch_is_counted_as_a_chat(
@@ -102,7 +108,8 @@ async def test_each_conversation_of_a_batch_is_counted_as_a_chat(
     alone = [await counter.count(chat(*messages)) for messages in ((USER,), (USER, other))]
     found = await counter.count(batch)
     assert found is not None
-    assert [batch.prompt_tokens(found)] == [[count for counts in alone for count in counts or ()]]
+    every = [count for counts in alone for count in counted(counts) or ()]
+    assert [batch.prompt_tokens(counted(found) or ())] == [every]
 
 
 # What cannot be told --------------------------------------------------------------------------------------------
@@ -234,12 +241,76 @@ async def test_a_prompt_is_counted_once(
         await counter.count(chat({"role": "user", "content": "else"}))
 
 
+# Beginnings -------------------------------------------------------------------------------------------------
+
+
+def said(text: str) -> GenerationRequest:
+    return chat({"role": "user", "content": text})
+
+
+async def beginnings(counter: TokenizerCounter, *requests: GenerationRequest) -> list[bytes]:
+    found = [await counter.count(request, 1) for request in requests]
+    return [each[0].points for each in found if each is not None]
+
+
+async def test_prompts_begin_alike_as_far_as_their_tokens_are_the_same(
+    folder: Path, threads: CountingThreads
+) -> None:
+    counter = with_template(folder, threads, SHORT)
+    common = "a very long story begins " * 20
+    one, other, short = await beginnings(counter, said(common + "so"), said(common + "otherwise"), said("a"))
+    tokens = len(counter._tokenizer.encode(common.strip(), add_special_tokens=False).ids)
+    same = sum(one[at : at + 16] == other[at : at + 16] for at in range(0, len(one), 16))
+    assert same == sum(cut <= tokens for cut in GRID) > 10
+    assert short == b""
+
+
+async def test_tokens_that_a_tokenizer_adds_move_all_others(folder: Path, threads: CountingThreads) -> None:
+    counter = TokenizerCounter(TokenizerFiles(folder / "tokenizer.json"), threads)
+    plain, added = (
+        request_of(Endpoint.COMPLETIONS, prompt="word " * 40, add_special_tokens=adds)
+        for adds in (False, True)
+    )
+    ids = counter._tokenizer.encode("word " * 40, add_special_tokens=True).ids
+    assert len(ids) > len(counter._tokenizer.encode("word " * 40, add_special_tokens=False).ids)
+    for _ in range(2):
+        one, other = await beginnings(counter, plain, added)
+        assert not one.startswith(other[:16])
+        assert other == points(ids, 1)
+
+
+async def test_a_prompt_that_may_show_the_time_has_nothing_in_common_with_one_of_another_day(
+    folder: Path, threads: CountingThreads
+) -> None:
+    hours = iter((0.0, 899.0, 900.0))
+    source = "{% if messages|length > 5 %}{{ strftime_now('%d') }}{% endif %}" + SHORT
+    (folder / "dated.jinja").write_text(source)
+    counter = TokenizerCounter(
+        TokenizerFiles(folder / "tokenizer.json", folder / "dated.jinja"), threads, lambda: next(hours)
+    )
+    first, same, later = await beginnings(counter, *[said("hello " * 30)] * 3)
+    assert first == same
+    assert first[:16] != later[:16]
+
+
+async def test_a_beginning_is_found_out_once_for_each_size(
+    folder: Path, threads: CountingThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counter = with_template(folder, threads, SHORT)
+    request = said("hello " * 30)
+    first = await counter.count(request, 1)
+    monkeypatch.setattr(counter, "_tokenizer", None)
+    assert await counter.count(request, 1) == first
+    with pytest.raises(AttributeError):
+        await counter.count(request, 2)
+
+
 # Files ----------------------------------------------------------------------------------------------------------
 
 
 async def tokens(folder: Path, threads: CountingThreads, request: GenerationRequest) -> int | None:
     counts = await TokenizerCounter(TokenizerFiles(folder / "tokenizer.json"), threads).count(request)
-    return counts and counts[0]
+    return counts and counts[0].tokens
 
 
 def configure(folder: Path, **fields: Any) -> None:
@@ -294,7 +365,7 @@ async def test_special_tokens_may_be_text(folder: Path, threads: CountingThreads
     shutil.copy(folder / "tokenizer.json", folder / "other.json")
     counts = await TokenizerCounter(TokenizerFiles(folder / "other.json"), threads).count(request)
     assert counts is not None
-    assert counts[0] > 3
+    assert counts[0].tokens > 3
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def test_points_are_equal_exactly_where_all_before_them_is(
     assert len(set(keys)) == len(keys)
 
 
-@pytest.mark.parametrize("wrong", [-1, 1 << 32])
+@pytest.mark.parametrize("wrong", [-1, 1 << 64])
 def test_what_is_no_id_has_no_points(wrong: int) -> None:
     with pytest.raises(OverflowError):
         points([wrong] * 200, SIZE)

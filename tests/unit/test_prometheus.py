@@ -9,6 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.core.events import (
     AdmittedByShare,
+    CacheDoubted,
     CallEnded,
     Event,
     FirstToken,
@@ -16,6 +17,7 @@ from gateway.core.events import (
     LeaseLost,
     LengthSurprise,
     Overdraft,
+    PrefixFound,
     StoreAnswered,
     StoreUp,
     TokenGaps,
@@ -123,6 +125,9 @@ def test_events_of_streams_and_store() -> None:
         Overdraft("llama", "short", "s1", 3),
         Unmetered("llama", "long"),
         LengthSurprise("qwen", "low"),
+        PrefixFound("llama", "short", "s1", 1024, 512),
+        PrefixFound("llama", "short", "s1", 1024, 1024),
+        CacheDoubted("llama", "short", "s1"),
     ]
     for event in events:
         source(event)
@@ -135,6 +140,10 @@ def test_events_of_streams_and_store() -> None:
     assert value(source, "kvgate_overdrafts_total", fleet="llama", pool="short", replica="s1") == 2
     assert value(source, "kvgate_overdrafts_total", fleet="llama", pool="short", replica="s0") == 0
     assert value(source, "kvgate_unmetered_streams_total", fleet="llama", pool="long") == 1
+    for name, count in (("expected_tokens", 2048), ("found_tokens", 1536), ("doubts", 1)):
+        for replica, counted in (("s1", count), ("s0", 0)):
+            here = {"fleet": "llama", "pool": "short", "replica": replica}
+            assert value(source, f"kvgate_prefix_{name}_total", **here) == counted
     assert value(source, "kvgate_length_surprises_total", fleet="qwen", class_="low") == 1
     assert value(source, "kvgate_length_surprises_total", fleet="qwen", class_="high") == 0
     source(StoreUp(False))

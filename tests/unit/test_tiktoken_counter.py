@@ -23,7 +23,8 @@ from hypothesis import strategies as st
 from gateway.core.content import Share
 from gateway.core.prompt import Text, literal_text, text_bytes
 from gateway.steps import Begun
-from gateway.tokens import memo, tiktoken_counter
+from gateway.tokens import tiktoken_counter
+from gateway.tokens.api import Counted
 from gateway.tokens.memo import ENTRY_BYTES, GENERATION_ENTRIES_MAX, MEMO_BYTES_MAX, Memo, text_key
 from gateway.tokens.threads import COUNT_SECONDS_MAX, JOBS_MAX, THREADS, CountingThreads
 from gateway.tokens.tiktoken_counter import (
@@ -185,7 +186,7 @@ async def test_beyond_the_bound_bytes_are_the_estimate(
     off_the_loop = LONG[: INLINE_CHARS + 1]
     waiting = [asyncio.create_task(counter.count([off_the_loop])) for _ in range(JOBS_MAX)]
     await asyncio.sleep(0)
-    assert await counter.count(["é" * 5000]) == (10_000, False, ())
+    assert await counter.count(["é" * 5000]) == Counted(10_000, False)
     gate.open.set()
     assert {counted.exact for counted in await asyncio.gather(*waiting)} == {True}
     assert await tokens_of(counter, [LONG]) < len(LONG) / 3
@@ -491,9 +492,8 @@ async def test_every_thread_has_an_encoding_of_its_own(counter: TiktokenCounter)
     assert len({id(counter._encoding), *await asyncio.gather(*jobs)}) == 1 + THREADS
 
 
-def test_a_memo_forgets_what_was_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memo, "GENERATION_ENTRIES_MAX", 4)
-    known = Memo()
+def test_a_memo_forgets_what_was_not_asked_for() -> None:
+    known: Memo[int] = Memo(4)
     for number in range(40):
         known.put(number, number)
         assert known.get(0) == 0
@@ -505,7 +505,7 @@ def test_a_full_memo_needs_no_more_than_its_bytes() -> None:
     keys = random.Random(1)
     tracemalloc.start()
     try:
-        known = Memo()
+        known: Memo[int] = Memo()
         for tokens in itertools.count(1000):
             known.put(keys.getrandbits(63), tokens)
             if len(known) == 2 * GENERATION_ENTRIES_MAX:

@@ -1,0 +1,78 @@
+"""How a call's prompt begins: read before the call is admitted, noted where it runs, compared with what its engine had.
+
+Only what is known by its tokens is charged once for several calls; what is known by its texts says where to place it.
+"""
+
+from gateway.call import Call
+from gateway.core.estimate import Demand
+from gateway.core.events import Observer, PrefixFound
+from gateway.core.prefixes import Beginning, Salt, segments, text_points, tokens_min
+from gateway.core.prompt import PromptText, PromptTokens
+from gateway.core.route import LIKELY_TOKEN_BYTES
+from gateway.ledger.api import Grant
+from gateway.tokens.api import Counted, IdReader
+
+
+def is_worth_counting(call: Call) -> bool:
+    """It is likely to be long enough to have something in common with others, and its tokens would say what."""
+    size = call.block_size
+    if not size:
+        return False
+    (prompt,) = call.generation.prompts
+    return isinstance(prompt, PromptText) and prompt.utf8_bytes >= LIKELY_TOKEN_BYTES * tokens_min(size)
+
+
+def block_size_of(call: Call) -> int:
+    """Of the blocks of its prompt that others may hold as well; 0 where none are shared."""
+    return call.fleet.engines.shape().prefix_block_size if call.generation.may_share else 0
+
+
+async def read(call: Call, demand: Demand, counts: list[Counted], ids: IdReader | None, now: float) -> None:
+    """Note in a call that was counted how it begins: which pieces of it others may hold, and where it is warm.
+
+    `now`: seconds of the monotonic clock.
+    """
+    size = call.block_size
+    if size != demand.block_size:  # another engine has come meanwhile
+        call.block_size = 0
+    if not call.block_size:
+        return
+    (prompt,), (counted,) = call.generation.prompts, counts
+    found = counted.points
+    if isinstance(prompt, PromptTokens) and ids is not None and prompt.tokens >= tokens_min(size):
+        found = await ids.points(call.generation, size)
+    if found:
+        call.beginning = beginning = Beginning(_salt(call, size), found)
+        call.segments = segments(beginning, call.fleet.seen.cut(beginning.keys))
+    elif isinstance(prompt, PromptText):
+        call.beginning = Beginning(_salt(call, size), text_points(prompt.texts))
+    if call.beginning is not None:
+        engines = call.fleet.engines
+        warm = call.fleet.warm.prefer(call.beginning.keys, now)
+        call.prefer = tuple(name for name in warm if engines.knows(name))
+
+
+def note_run(call: Call, grant: Grant, now: float) -> None:
+    """It begins or has ended there.  `now`: as in `read`."""
+    if call.beginning is not None:
+        call.fleet.warm.note(call.beginning.keys, grant.replica, now)
+
+
+def compare(call: Call, demand: Demand, grant: Grant, observer: Observer) -> None:
+    """What its engine had in its cache with what calls there hold, where it tells; doubts go into the call."""
+    usage = call.usage
+    if grant.shared:
+        call.fleet.shared_caches[grant.replica] = grant.cache
+    if not grant.shared or usage is None or usage.cached_tokens is None:
+        return
+    expected = grant.shared * demand.block_size
+    found = min(usage.cached_tokens, expected)
+    observer(
+        PrefixFound(call.fleet.name, call.fleet.engines.pool(grant.replica), grant.replica, expected, found)
+    )
+    call.doubted = call.fleet.trust.note(grant.replica, expected, found)
+
+
+def _salt(call: Call, block_size: int) -> bytes:
+    adapter = call.fleet.engines.shape().adapter(call.request.model)
+    return Salt(adapter, call.terms.cache_salt, block_size, call.generation.beside or b"").digest()
