@@ -139,7 +139,7 @@ async def discover(
             max_model_len=_smaller(spec, "max_model_len", spec.max_model_len, context),
             max_num_seqs=spec.max_num_seqs,
             prefill_tokens=spec.prefill_tokens,
-            prefix_caching=config.prefix_caching is True,
+            prefix_caching=config.shares_prefixes is True,
             bases=bases,
         )
     except Unusable as trouble:

@@ -36,6 +36,7 @@ _WANTED = frozenset(
     )
 )
 _FLAGS = {"True": True, "False": False}
+PLAIN_PART_MIN = 0.9
 _FIGURE_MAX = 2.0**53
 
 Lines = Sequence[tuple[Mapping[str, str], float | None]]
@@ -53,6 +54,18 @@ class CacheConfig:
     cache_tokens: int | None = None
     """That its blocks hold; with several kinds of attention this is no product of the others."""
     prefix_caching: bool | None = None
+
+    @property
+    def shares_prefixes(self) -> bool | None:
+        """Whether all calls that begin alike hold the same blocks; None = not stated.
+
+        With a sliding window they give some of them up, and then the blocks hold more tokens than they have places, or
+        with several kinds of attention fewer; a context that is no multiple of a block makes them a few fewer, too.
+        """
+        blocks, size, tokens = self.num_gpu_blocks, self.block_size, self.cache_tokens
+        if not self.prefix_caching or blocks is None or size is None or tokens is None:
+            return self.prefix_caching
+        return PLAIN_PART_MIN <= tokens / (blocks * size) <= 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +129,7 @@ def _reading(samples: Samples, configs: Mapping[str, CacheConfig]) -> Reading:
     config = next(iter(configs.values()), CacheConfig(None, None))
     return Reading(
         num_gpu_blocks=config.num_gpu_blocks,
-        prefix_caching=config.prefix_caching,
+        prefix_caching=config.shares_prefixes,
         kv_use=sums["kv_use"],
         preemptions=_whole(sums["preemptions"]),
         running=_whole(sums["running"]),

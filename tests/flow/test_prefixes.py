@@ -1,5 +1,6 @@
 """How prompts begin: what the ledger is asked to charge once, and where calls are placed."""
 
+import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -7,18 +8,24 @@ from typing import Any
 
 import pytest
 
+from gateway.core.events import CacheDoubted, PrefixFound
 from gateway.core.prefixes import PromptCount, points
 from gateway.core.request import GenerationRequest
 from gateway.core.segments import Segment
+from gateway.core.warm import JUDGED_CALLS
 from gateway.http.auth import Key
 from gateway.ledger.api import Admission, Reservation
 from gateway.mock.engine import EngineConfig
+from gateway.mock.options import Options
+from tests.flow.driver import Visitor
 from tests.flow.engines import MockEngine, mock_engine
-from tests.flow.world import World, chat, gateway
+from tests.flow.world import World, chat, gateway, soon, soon_true
 
 SIZE = 16
 CHAT, BATCH, COMPLETIONS = "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/completions"
 COMMON_BLOCKS = 20
+RUNS_ON = 4_000
+"""Tokens for which an engine needs longer than a test."""
 
 
 def ids(tokens: int, seed: int = 0) -> list[int]:
@@ -66,6 +73,8 @@ async def caching(
     ):
         urls = {"a": one.url, "b": other.url} if engines == 2 else {"a": one.url}
         async with gateway(store_url, urls, **{"caching": True, **options}) as world:
+            for replica in urls:
+                await world.learn_cache(replica)
             yield world, Asked(world, monkeypatch), [one, other]
 
 
@@ -243,3 +252,199 @@ async def placed(world: World, body: Mapping[str, Any], path: str) -> str:
     visitor = await world.visit(body, path=path)
     assert visitor.status == 200, visitor.body
     return visitor.header("x-kvgate-replica") or ""
+
+
+# What is charged ------------------------------------------------------------------------------------------------
+
+
+class Stream:
+    """A call that runs until it is told to end."""
+
+    def __init__(
+        self, world: World, body: Mapping[str, Any], tokens: int = RUNS_ON, stream: bool = True
+    ) -> None:
+        asked = {**body, "stream": stream, "max_tokens": tokens}
+        self.visitor = Visitor(world.app, asked, path=COMPLETIONS)
+        self.task = asyncio.create_task(self.visitor.run())
+
+    async def has_begun(self) -> None:
+        await soon(lambda: self.visitor.body, "its answer has begun")
+
+    async def leave(self) -> None:
+        self.visitor.leave()
+        await self.task
+
+
+@asynccontextmanager
+async def stepping(store_url: str, sizes: EngineConfig | None = None, **options: Any) -> AsyncIterator[World]:
+    """Engines whose streams last as long as a test needs them, and tell what they had cached."""
+    told = Options(enable_prompt_tokens_details=True)
+    async with (
+        mock_engine(sizes or EngineConfig(), speed=1, options=told) as engine,
+        gateway(store_url, {"a": engine.url}, caching=True, **options) as world,
+    ):
+        await world.learn_cache("a")
+        yield world
+
+
+async def used(world: World) -> tuple[int, int]:
+    """Blocks that the ledger counts on the replica, and those of them that calls share."""
+    state = (await world.ledger.state())["pools"]["short"]["replicas"]["a"]
+    return state["reserved"], state["shared_blocks"]
+
+
+async def held(world: World, blocks: int, shared: int) -> None:
+    async def is_so() -> bool:
+        return await used(world) == (blocks, shared)
+
+    try:
+        await soon_true(is_so, f"{blocks} blocks are held, {shared} of them shared")
+    except AssertionError as error:
+        raise AssertionError(f"{error}; {await used(world)}") from None
+
+
+ALONE = -(-(len(prompt(0)) + RUNS_ON - 1) // SIZE)
+"""Blocks of a stream that shares nothing."""
+
+
+async def teach(world: World) -> None:
+    """Two prompts that begin alike have come before; from then on each is cut where they branch."""
+    for rest in range(2):
+        await served(world, completion(100 + rest))
+
+
+async def test_what_others_hold_is_charged_once(store_url: str) -> None:
+    """The first one leaves first; the last one gives all back."""
+    async with stepping(store_url) as world:
+        await teach(world)
+        first = Stream(world, completion(1))
+        await held(world, ALONE, COMMON_BLOCKS)
+        second = Stream(world, completion(2))
+        await held(world, 2 * ALONE - COMMON_BLOCKS, COMMON_BLOCKS)
+        await first.leave()
+        await held(world, ALONE, COMMON_BLOCKS)
+        third = Stream(world, completion(3))
+        await held(world, 2 * ALONE - COMMON_BLOCKS, COMMON_BLOCKS)
+        await third.has_begun()
+        found = [stream.visitor.header("x-kvgate-shared-blocks") for stream in (first, second, third)]
+        assert found == [None, str(COMMON_BLOCKS), str(COMMON_BLOCKS)]
+        assert third.visitor.header("x-kvgate-reserved-blocks") == str(ALONE)
+        await second.leave()
+        await third.leave()
+        await world.quiet()
+        assert sorted(end.shared_blocks for end in world.ended) == [0, COMMON_BLOCKS, COMMON_BLOCKS]
+
+
+async def test_more_run_at_once_than_fit_alone(store_url: str) -> None:
+    """Of 300 blocks one needs 273; a second one alike waits until the first one's prompt is computed."""
+    async with stepping(store_url, blocks={"a": 301}) as world:
+        await teach(world)
+        body = completion(max_tokens=2_000)
+        streams = [Stream(world, {**body, "prompt": prompt(rest)}, tokens=2_200) for rest in range(2)]
+        each = -(-(len(prompt(0)) + 2_200 - 1) // SIZE)
+        assert 2 * each > 300 >= 2 * each - COMMON_BLOCKS
+        await held(world, 2 * each - COMMON_BLOCKS, COMMON_BLOCKS)
+        for stream in streams:
+            await stream.leave()
+        await world.quiet()
+
+
+@pytest.mark.parametrize(
+    "fields", [{"cache_salt": "mine"}, {"prompt_logprobs": 0, "stream": False}, {"n": 2}, {"echo": True}]
+)
+async def test_what_is_apart_is_charged_in_full(store_url: str, fields: dict[str, Any]) -> None:
+    async with stepping(store_url) as world:
+        await teach(world)
+        first = Stream(world, completion(1))
+        await held(world, ALONE, COMMON_BLOCKS)
+        visitor = await world.visit(completion(2, **fields), path=COMPLETIONS)
+        assert (visitor.status, visitor.header("x-kvgate-shared-blocks")) == (200, None), visitor.body
+        visitor = await world.visit(completion(2), path=COMPLETIONS)
+        assert (visitor.status, visitor.header("x-kvgate-shared-blocks")) == (200, str(COMMON_BLOCKS))
+        await first.leave()
+        await world.quiet()
+
+
+async def test_an_engine_that_keeps_nothing_shares_nothing(store_url: str) -> None:
+    async with stepping(store_url) as world:
+        await teach(world)
+        await world.learn_cache("a", caching=False)
+        first = Stream(world, completion(1))
+        await held(world, ALONE, 0)
+        second = Stream(world, completion(2))
+        await held(world, 2 * ALONE, 0)
+        await first.leave()
+        await second.leave()
+        await world.quiet()
+
+
+async def test_whoever_comes_to_a_new_process_of_an_engine_shares_with_nobody_of_the_old_one(
+    store_url: str,
+) -> None:
+    async with stepping(store_url) as world:
+        await teach(world)
+        first = Stream(world, completion(1))
+        await held(world, ALONE, COMMON_BLOCKS)
+        await world.learn_cache("a", started_at=2.0)
+        second = Stream(world, completion(2))
+        await held(world, 2 * ALONE, 2 * COMMON_BLOCKS)
+        await first.leave()
+        await second.leave()
+        await world.quiet()
+
+
+async def test_an_answer_that_is_no_stream_is_shared_after_its_prompt_is_expected_to_be_computed(
+    store_url: str,
+) -> None:
+    async with stepping(store_url) as world:
+        await teach(world)
+        first = Stream(world, completion(1), stream=False)
+        await held(world, ALONE, COMMON_BLOCKS)
+        visitor = await world.visit(completion(2), path=COMPLETIONS)
+        assert visitor.header("x-kvgate-shared-blocks") == str(COMMON_BLOCKS)
+        await first.leave()
+        await world.quiet()
+
+
+# What is cached -------------------------------------------------------------------------------------------------
+
+
+def found_in(world: World) -> list[PrefixFound]:
+    return [fact for fact in world.facts if isinstance(fact, PrefixFound)]
+
+
+async def test_what_an_engine_had_is_compared(store_url: str) -> None:
+    async with stepping(store_url) as world:
+        await teach(world)
+        first = Stream(world, completion(1))
+        await held(world, ALONE, COMMON_BLOCKS)
+        await world.visit(completion(2), path=COMPLETIONS)
+        await world.visit(completion(3, stream=True), path=COMPLETIONS)
+        await first.leave()
+        tokens = COMMON_BLOCKS * SIZE
+        here = PrefixFound(world.fleet.name, "short", "a", tokens, tokens)
+        assert found_in(world) == [here, here]
+        await world.quiet()
+
+
+async def test_a_cache_that_has_less_than_it_should_is_shared_no_more(store_url: str) -> None:
+    """Who shares goes on as charged; a new process is trusted again."""
+    async with stepping(store_url, EngineConfig(enable_prefix_caching=False)) as world:
+        await teach(world)
+        first = Stream(world, completion(1))
+        await held(world, ALONE, COMMON_BLOCKS)
+        for rest in range(JUDGED_CALLS):
+            assert not [fact for fact in world.facts if isinstance(fact, CacheDoubted)]
+            visitor = await world.visit(completion(2 + rest), path=COMPLETIONS)
+            assert visitor.header("x-kvgate-shared-blocks") == str(COMMON_BLOCKS)
+        assert [fact for fact in world.facts if isinstance(fact, CacheDoubted)]
+        assert {fact.found_tokens for fact in found_in(world)} == {0}
+        for started_at, shared in ((1.0, False), (2.0, True)):
+            await world.learn_cache("a", started_at)
+            second = Stream(world, completion(90))
+            await held(world, 2 * ALONE, (1 + shared) * COMMON_BLOCKS)
+            visitor = await world.visit(completion(91), path=COMPLETIONS)
+            assert visitor.header("x-kvgate-shared-blocks") == (str(COMMON_BLOCKS) if shared else None)
+            await second.leave()
+        await first.leave()
+        await world.quiet()

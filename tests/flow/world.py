@@ -13,6 +13,7 @@ import redis
 
 from gateway.all_fleets import books_config
 from gateway.call import Fleet
+from gateway.core.capacity import Learned, Reading
 from gateway.core.content import Share
 from gateway.core.events import CallEnded, Event
 from gateway.core.identity import Identity
@@ -146,6 +147,14 @@ class World:
         """Be one call of the key that runs on another fleet."""
         wanted = msgspec.structs.replace(admission(1, key), lane=ALL_FLEETS, requests_max=1)
         return await _held(self.limits, wanted)
+
+    async def learn_cache(self, replica: str, started_at: float = 1.0, caching: bool = True) -> None:
+        """As if its metrics had been read: which process it is, and whether that keeps prefixes."""
+        seat = await self.ledger.seats.seat(replica)
+        assert seat is not None
+        engine = Reading(num_gpu_blocks=1001, started_at=started_at, prefix_caching=caching)
+        learned = Learned(engine=engine)
+        assert await self.ledger.seats.learn(replica, seat.number + 1, learned, seat.configured)
 
     async def queued(self, count: int) -> None:
         """Returns when so many calls hold a ticket."""

@@ -123,7 +123,20 @@ async def found(
 async def test_an_engine_says_what_it_has() -> None:
     async with engine() as here:
         shape = await found(spec(here.url, max_num_seqs=128, prefill_tokens=32_768))
-        assert shape == ReplicaShape("a", "short", here.url, 256, 32, 4096, 128, 32_768)
+        names = frozenset({"other", MODEL, "llama"})
+        assert shape == ReplicaShape("a", "short", here.url, 256, 32, 4096, 128, 32_768, bases=names)
+
+
+async def test_an_engine_says_whether_it_keeps_beginnings_and_what_is_an_adapter() -> None:
+    async with engine() as here:
+        for said, caching in (("True", True), ("False", False), ("None", False)):
+            line = cache_line().replace("cache_dtype", f'enable_prefix_caching="{said}",cache_dtype')
+            here.metrics = (200, metrics(line))
+            data = [{"id": MODEL, "parent": None}, {"id": "llama", "parent": MODEL, "max_model_len": 4096}]
+            here.models = (200, json.dumps({"data": [data[0] | {"max_model_len": 4096}, data[1]]}).encode())
+            shape = await found(spec(here.url))
+            assert isinstance(shape, ReplicaShape), shape
+            assert (shape.prefix_caching, shape.bases) == (caching, {MODEL})
 
 
 async def test_an_alias_is_enough() -> None:
@@ -223,7 +236,9 @@ async def test_configured_numbers_fill_in_what_is_not_stated() -> None:
         here.metrics = (200, metrics())
         here.models = (200, models(MODEL, max_model_len=None))
         shape = await found(spec(here.url, num_gpu_blocks=10, block_size=16, max_model_len=100))
-        assert shape == ReplicaShape("a", "short", here.url, 10, 16, 100, 256, 16_384)
+        assert shape == ReplicaShape(
+            "a", "short", here.url, 10, 16, 100, 256, 16_384, bases=frozenset({MODEL})
+        )
 
 
 async def test_a_configured_number_lowers_and_never_raises(caplog: pytest.LogCaptureFixture) -> None:

@@ -121,6 +121,17 @@ def test_a_tokenizer_is_a_folder_or_files_or_the_engine(tmp_path: Path) -> None:
         assert loaded(tmp_path, content).fleets[0].tokenizer == none.get("tokenizer")
 
 
+def test_prefixes_are_shared_unless_it_is_off(tmp_path: Path) -> None:
+    """YAML takes a bare `off` for false."""
+    assert loaded(tmp_path, small()).fleets[0].share_prefixes == "auto"
+    for given, found in (("auto", "auto"), ("off", "off"), (False, "off")):
+        content = with_(small(), "fleets.0.share_prefixes", given)
+        assert loaded(tmp_path, content).fleets[0].share_prefixes == found
+    for wrong in (True, "always"):
+        told = problem(tmp_path, with_(small(), "fleets.0.share_prefixes", wrong))
+        assert told == f"fleets[0].share_prefixes: has to be one of auto, off, got {wrong!r}"
+
+
 @pytest.mark.parametrize(
     ("url", "stored", "name"),
     [

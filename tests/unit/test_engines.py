@@ -23,7 +23,7 @@ class Watch:
         self.reports: list[tuple[str, Trouble | None]] = []
         """Of calls: replica, and what their failure said, None of a success."""
 
-    def set(self, name: str, up: bool = True, **numbers: int) -> None:
+    def set(self, name: str, up: bool = True, **numbers: Any) -> None:
         pool = self.now[name].spec.pool
         self.now[name] = state(name, pool, up, shape_of(name, pool, **numbers))
 
@@ -47,7 +47,7 @@ def state(name: str, pool: str, up: bool, shape: ReplicaShape | None) -> Replica
     return ReplicaState(ReplicaSpec(pool, name, f"http://{name}:8000"), shape, up, "" if up else "away")
 
 
-def shape_of(name: str, pool: str, **numbers: int) -> ReplicaShape:
+def shape_of(name: str, pool: str, **numbers: Any) -> ReplicaShape:
     known = {
         "num_gpu_blocks": 1001,
         "block_size": 16,
@@ -281,3 +281,41 @@ async def test_the_real_watch_knows_its_replicas_before_they_answer() -> None:
     )
     assert made.books_config().replicas == (ReplicaConfig("a", "short"),)
     await watch.close()
+
+
+@pytest.mark.parametrize(
+    ("short", "long", "changes", "size"),
+    [
+        ({"prefix_caching": True}, {"prefix_caching": True}, {}, 16),
+        ({"prefix_caching": True}, {}, {}, 16),
+        ({}, {}, {}, 0),
+        ({"prefix_caching": True}, {"prefix_caching": True}, {"share_prefixes": False}, 0),
+        ({"prefix_caching": True}, {"prefix_caching": True}, {"encoder_tokens": 1500}, 0),
+        ({"prefix_caching": True}, {"prefix_caching": True, "block_size": 32}, {}, 0),
+    ],
+)
+def test_beginnings_are_shared_where_an_engine_keeps_them(
+    short: dict[str, Any], long: dict[str, Any], changes: dict[str, Any], size: int
+) -> None:
+    watch = Watch(("s0", "short"), ("l0", "long"))
+    made = WatchedEngines(plan(**{"share_prefixes": True, **changes}), cast(FleetWatch, watch))
+    assert made.shape().prefix_block_size == 0, "nothing is known yet"
+    watch.set("s0", **short)
+    watch.set("l0", **long)
+    made.changed()
+    assert made.shape().prefix_block_size == size
+
+
+def test_a_name_that_some_engine_has_for_an_adapter_is_one() -> None:
+    watch = Watch(("s0", "short"), ("l0", "long"))
+    made = WatchedEngines(plan(), cast(FleetWatch, watch))
+    watch.set("s0", bases=frozenset({"big/demo", "demo", "tuned"}))
+    watch.set("l0", bases=frozenset({"big/demo", "demo"}))
+    shape = made.shape()
+    assert [shape.adapter(name) for name in ("big/demo", "demo", None, "tuned", "unheard of")] == [
+        "",
+        "",
+        "",
+        "tuned",
+        "unheard of",
+    ]

@@ -142,3 +142,30 @@ def test_absent_or_senseless_is_unknown_never_zero(text: str) -> None:
 )
 def test_lines_that_prometheus_allows(line: str, kv_use: float) -> None:
     assert read_page(line).reading.kv_use == kv_use
+
+
+@pytest.mark.parametrize(
+    ("config", "shares"),
+    [
+        (CacheConfig(256, 32, 8192, True), True),
+        (CacheConfig(256, 32, 8190, True), True),
+        (CacheConfig(256, 32, None, True), True),
+        (CacheConfig(None, 32, 8192, True), True),
+        (CacheConfig(256, 32, 8192, False), False),
+        (CacheConfig(256, 32, 8192, None), None),
+        (CacheConfig(256, 32, 31_775, True), False),
+        (CacheConfig(256, 32, 4096, True), False),
+    ],
+)
+def test_what_gives_blocks_up_has_no_blocks_in_common(config: CacheConfig, shares: bool | None) -> None:
+    """A sliding window of 512 tokens makes 31,775 of 8,192 (vLLM 0.32, measured)."""
+    assert config.shares_prefixes is shares
+    label = "" if config.prefix_caching is None else f',enable_prefix_caching="{config.prefix_caching}"'
+    numbers = {
+        "num_gpu_blocks": config.num_gpu_blocks,
+        "block_size": config.block_size,
+        "kv_cache_size_tokens": config.cache_tokens,
+    }
+    labels = ",".join(f'{name}="{number}"' for name, number in numbers.items())
+    page = read_page("vllm:cache_config_info{" + labels + label + "} 1\n")
+    assert page.reading.prefix_caching is shares

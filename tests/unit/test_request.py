@@ -3,11 +3,13 @@
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.core import body as bodies
+from gateway.core import prompt as prompts
 from gateway.core.media import MEDIA_TOKENS, MediaRule
 from gateway.core.outcomes import Code, Refusal
 from gateway.core.prompt import (
@@ -758,3 +760,60 @@ def test_ids_are_counted_however_they_are_spaced(prompt: str, tokens: int) -> No
     request = parse(Endpoint.COMPLETIONS, body, n_max=16)
     assert isinstance(request, GenerationRequest)
     assert request.prompts == (PromptTokens(tokens),)
+
+
+# What may be shared ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "beside"),
+    [
+        ({}, b""),
+        ({"cache_salt": "a"}, b'cache_salt="a"'),
+        ({"cache_salt": "a", "tool_choice": "none"}, b'cache_salt="a",tool_choice="none"'),
+        ({"prompt_logprobs": 0}, None),
+        ({"prompt_logprobs": None, "echo": False, "use_beam_search": False}, b""),
+        ({"echo": True}, None),
+        ({"use_beam_search": True}, None),
+        ({"echo": "yes"}, None),
+    ],
+)
+@pytest.mark.parametrize("make", [chat, completion])
+def test_what_a_body_says_of_sharing(make: Any, fields: dict[str, Any], beside: bytes | None) -> None:
+    endpoint = Endpoint.CHAT if make is chat else Endpoint.COMPLETIONS
+    request = read(make(**fields), endpoint)
+    assert request.beside == beside
+    assert request.may_share == (beside is not None)
+
+
+IMAGE = {
+    "role": "user",
+    "content": [{"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}],
+}
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body"),
+    [
+        (Endpoint.CHAT, chat(n=2)),
+        (Endpoint.CHAT, chat(truncate_prompt_tokens=0)),
+        (Endpoint.CHAT, chat(truncate_prompt_tokens=-1)),
+        (Endpoint.CHAT, chat(messages=[IMAGE])),
+        (Endpoint.CHAT_BATCH, chat(messages=[[USER]])),
+        (Endpoint.COMPLETIONS, completion(prompt=["a", "b"])),
+        (Endpoint.COMPLETIONS, completion(prompt_embeds="AAAA")),
+        (Endpoint.COMPLETIONS, encode({"model": "m", "prompt_embeds": "AAAA"})),
+        (Endpoint.EMBEDDINGS, encode({"model": "m", "input": "hi"})),
+        (Endpoint.RESPONSES, encode({"model": "m", "input": "hi", "previous_response_id": "resp_1"})),
+    ],
+)
+def test_what_is_not_one_prompt_of_tokens_alone_is_not_shared(endpoint: Endpoint, body: bytes) -> None:
+    assert not read(body, endpoint).may_share
+
+
+def test_ids_are_read_as_they_were_counted() -> None:
+    assert prompts.read_ids(completion(prompt=[1, 2, 3])) == [1, 2, 3]
+    assert prompts.read_ids(completion(prompt=[[1, 2, 3]])) == [1, 2, 3]
+    for wrong in ([[1], [2]], [-1], [2**53]):
+        with pytest.raises(msgspec.ValidationError):
+            prompts.read_ids(completion(prompt=wrong))
