@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ import httpx
 
 from gateway.http.auth import new_key
 from gateway.ledger.embedded import EmbeddedStore
+from tests import nursery
 
 HANG_SECONDS = 30.0
 """What has not happened by then never will; nothing is proven by how soon it did, for a busy machine stands still."""
@@ -25,6 +25,8 @@ ADMIN_TOKEN = "admin-token-of-the-tests"
 PORTS = range(20_000, 32_000)
 LAST_PORT_FILE = Path(tempfile.gettempdir()) / f"kvgate-tests-port-{os.getuid()}"
 """The port that a test of this machine was given last."""
+PLAIN: dict[str, Any] = {"trust_env": False, "verify": False}
+"""Of a client that needs no TLS, which would load a list of authorities for 17 ms."""
 QUICK_STORE = {"heartbeat_seconds": 0.2, "hold_seconds": 20}
 """The gate of an empty store opens after two heartbeats; and a store that stands still with a busy machine is waited
 for, where nothing is said of its outage."""
@@ -74,13 +76,12 @@ class Mock:
     """One mock engine in a process of its own."""
 
     def __init__(self, *options: str) -> None:
-        command = [sys.executable, "-m", "gateway", "mock", "--port", "0", "--die-with-parent", *options]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self.process = nursery.start_piped(["mock", "--port", "0", "--die-with-parent", *options])
         assert self.process.stdout
         line = self.process.stdout.readline()
         assert "http://" in line, line
         self.url = line[line.index("http://") :].strip()
-        self._client = httpx.Client(base_url=self.url, timeout=10, trust_env=False)
+        self._client = httpx.Client(base_url=self.url, timeout=10, **PLAIN)
 
     def log(self) -> dict[str, Any]:
         """What it received, started, aborted and finished: see `gateway/mock/journal.py`."""
@@ -121,28 +122,16 @@ class GatewayProcess:
         self.url = f"http://127.0.0.1:{self.port}"
         self.key = key
         self.log = log
-        command = [
-            sys.executable,
-            "-m",
-            "gateway",
-            "serve",
-            "--config",
-            str(config),
-            "--port",
-            str(self.port),
-            *options,
-        ]
+        arguments = ["serve", "--config", str(config), "--port", str(self.port), *options]
         env = {"PATH": os.environ["PATH"], "KVGATE_ADMIN_TOKEN": ADMIN_TOKEN, **environ}
         for name in ("PYTHONSAFEPATH", "PYTHONPATH"):
             if name in os.environ:
                 env[name] = os.environ[name]
         with log.open("ab") as output:
             # A process group of its own, which a test may signal as a terminal does.
-            self.process = subprocess.Popen(
-                command, stdout=output, stderr=output, env=env, start_new_session=True
-            )
+            self.process = nursery.start(arguments, output.fileno(), output.fileno(), env, new_session=True)
         headers = {"authorization": f"Bearer {key}"}
-        self.client = httpx.Client(base_url=self.url, headers=headers, timeout=30, trust_env=False)
+        self.client = httpx.Client(base_url=self.url, headers=headers, timeout=30, **PLAIN)
 
     def wait_ready(self) -> "GatewayProcess":
         try:
@@ -186,7 +175,7 @@ class GatewayProcess:
         _end(self.process, sig, seconds)
 
 
-def _end(process: "subprocess.Popen[Any]", sig: int = signal.SIGTERM, seconds: float = 15) -> None:
+def _end(process: nursery.Process, sig: int = signal.SIGTERM, seconds: float = 15) -> None:
     if process.poll() is None:
         process.send_signal(sig)
         try:

@@ -7,7 +7,7 @@ here (`exchange.py`), and one more call costs httpx 9 ms when 2,400 streams are 
 import asyncio
 import ssl
 import time
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -165,11 +165,15 @@ class EngineClient(Upstream):
 
     def __init__(self, limits: UpstreamLimits) -> None:
         self._limits = limits
-        self._tls = tls_context()
         self._idle: dict[_Door, dict[EngineConnection, None]] = {}
         self._busy: set[EngineConnection] = set()
         self._arrivals = Arrivals()
         self._closed = False
+
+    @cached_property
+    def _tls(self) -> ssl.SSLContext:
+        """For requests that bring none: it takes 8 ms, and few clients have such."""
+        return tls_context()
 
     async def exchange(self, request: UpstreamRequest, receiver: Receiver) -> None:
         """See the protocol.  While the receiver is suspended no limit runs: it bounds its own waits."""
