@@ -37,6 +37,7 @@ from gateway.config import (
 from gateway.config import Fleet as FleetSettings
 from gateway.core import quota
 from gateway.core.books import FleetConfig
+from gateway.core.capacity import Reading
 from gateway.core.capacity import Rules as CapacityRules
 from gateway.core.events import CacheDoubted
 from gateway.core.events import Event as Fact
@@ -45,6 +46,7 @@ from gateway.core.learned import QUANTILES, LearnedLengths, ages, quantile
 from gateway.core.lifecycle import Event
 from gateway.core.media import MediaRule
 from gateway.core.modes import Mode
+from gateway.core.pins import Page
 from gateway.fleetdesk import FleetDesk
 from gateway.flow import Flow
 from gateway.found import FoundReplicas, names_by_pool, replica_specs
@@ -61,6 +63,7 @@ from gateway.ledger.lengths import SharedLengths
 from gateway.ledger.sharedkeys import FollowedKeys
 from gateway.ledger.valkey import HoldLimits, ValkeyLedger
 from gateway.ledger.wire import StoreAway
+from gateway.pins import PinCounter, Pins
 from gateway.reload import FileWatch, check_reload
 from gateway.telemetry.calllog import CallLog
 from gateway.telemetry.logs import CallRecords
@@ -71,14 +74,14 @@ from gateway.tokens.files import MISSING, TokenizerError, TokenizerFiles
 from gateway.tokens.ids import ThreadedIdReader
 from gateway.tokens.threads import CountingThreads
 from gateway.tokens.tiktoken_counter import TiktokenCounter
-from gateway.upstream.api import Access
+from gateway.upstream.api import Access, UpstreamFailed
 from gateway.upstream.capacity import Meter
 from gateway.upstream.client import EngineClient, tls_context
 from gateway.upstream.engines import FleetPlan, WatchedEngines
 from gateway.upstream.fleet import FleetWatch, ReadPage
 from gateway.upstream.limits import UpstreamLimits
 from gateway.upstream.metrics_text import EnginePage
-from gateway.upstream.scraper import Scraper
+from gateway.upstream.scraper import Scraper, Unusable
 from gateway.upstream.tokenize import EngineCounter
 
 log = logging.getLogger("kvgate.app")
@@ -117,6 +120,7 @@ class FleetRoom:
         accesses: Mapping[str, Access],
         metrics: Metrics,
         observer: Callable[[Fact], None],
+        counter: TiktokenCounter,
         threads: CountingThreads,
     ):
         """`accesses` by pool.  Raises TokenizerError."""
@@ -137,15 +141,23 @@ class FleetRoom:
         self._meter = Meter(self.ledger.seats, self._rules, self._others_are_warm, self._holds_more)
         self._observer = observer
         asking = EngineCounter(self._engines_up, scraper.post)
-        counter = asking if fleet.tokenizer == ENGINE else _model_counter(fleet.tokenizer, threads)
+        exact = asking if fleet.tokenizer == ENGINE else _model_counter(fleet.tokenizer, threads)
         factors = Factors()
         self.shared_factors = SharedFactors(settings.store.url, fleet.name, factors)
         lengths = LearnedLengths()
         self.shared_lengths = SharedLengths(settings.store.url, fleet.name, lengths, observer)
-        self.fleet = Fleet(fleet.name, self.engines, self.ledger, counter, factors, lengths)
+        self.pins = self._make_pins(scraper, PinCounter(counter, exact, self.engines, factors), observer)
+        self._use_pins()
+        self.fleet = Fleet(
+            fleet.name, self.engines, self.ledger, exact, factors, lengths, on_end=self.pins.see_call
+        )
         self.models = fleet.models
         self._doubted: dict[str, int] = {}
         """By replica, caches of which the ledger is to be told."""
+
+    def _make_pins(self, scraper: Scraper, counter: PinCounter, observer: Callable[[Fact], None]) -> Pins:
+        post = partial(_post, scraper)
+        return Pins(self._configured.name, self.engines, self.ledger, post, counter.count, observer)
 
     async def start(self) -> None:
         """Return once all replicas that can be found were asked."""
@@ -167,6 +179,7 @@ class FleetRoom:
         """Another configuration that `check_reload` allows; the store hears of it with the next batch."""
         self._settings, self._configured = settings, fleet
         self.models = fleet.models
+        self._use_pins()
         self.found.follow(fleet)
         self._use_found()
 
@@ -217,7 +230,22 @@ class FleetRoom:
         if cache := self._doubted.pop(replica, 0):
             await self.ledger.distrust(replica, cache)
             self._observer(CacheDoubted(self.fleet.name, self.engines.pool(replica), replica))
+        if replica in self._meter.mine:
+            self._show_page(replica, page.reading)
         return page
+
+    def _show_page(self, replica: str, reading: Reading) -> None:
+        """Without all of its figures nothing can be kept there."""
+        capacity = self.watch.shape_of(replica)
+        told = reading.kv_use, reading.tokens, reading.prefix_hits
+        if capacity is not None and None not in told:
+            free = (capacity.num_gpu_blocks - 1) * (1 - (reading.kv_use or 0.0))
+            room = int(free) * capacity.block_size
+            self.pins.see_page(replica, Page(reading.tokens or 0, reading.prefix_hits or 0, room))
+
+    def _use_pins(self) -> None:
+        lowest = self._settings.classes[-1]
+        self.pins.use(self._configured.pins, lowest.name, lowest.depth_max)
 
     def _holds_more(self, replica: str) -> None:
         """An engine holds more blocks than the ledger: it may keep copies of what is charged once."""
@@ -310,11 +338,7 @@ class Gateway:
         )
         self._workers = self._join(place) if place else None
         self._call_records = CallRecords()
-        accesses = _accesses(settings, secrets)
-        self._rooms = [
-            FleetRoom(settings, fleet, accesses[fleet.name], self._metrics, self._observe, self._counting)
-            for fleet in settings.fleets
-        ]
+        self._rooms = self._make_rooms(secrets)
         self._limits = LimitsRoom(settings, self._observe)
         self._keys = Keyring((), None if settings.auth.required else anonymous(settings.default_class))
         self._book = KeyBook(self._keys, self._limits.note)
@@ -343,6 +367,11 @@ class Gateway:
             self._observe,
         )
         self._api = self._create_api(secrets.admin_token)
+
+    def _make_rooms(self, secrets: Secrets) -> list[FleetRoom]:
+        settings, accesses = self._settings, _accesses(self._settings, secrets)
+        tools = self._metrics, self._observe, self._counter, self._counting
+        return [FleetRoom(settings, fleet, accesses[fleet.name], *tools) for fleet in settings.fleets]
 
     def _create_api(self, admin_token: str | None) -> FastAPI:
         settings = self._settings
@@ -440,6 +469,7 @@ class Gateway:
         self._tasks += starting
         for room in self._rooms:
             self._tasks.append(loop.create_task(room.run()))
+            self._tasks.append(loop.create_task(room.pins.run()))
             self._tasks.append(loop.create_task(room.shared_factors.run()))
             self._tasks.append(loop.create_task(room.shared_lengths.run(room.holds_elastically)))
         self._tasks.append(loop.create_task(self._limits.run()))
@@ -573,6 +603,16 @@ def _ledger(
         share_seconds=store.share_seconds if store.on_outage == "share" else 0.0,
         notes_fill=notes_fill,
     )
+
+
+async def _post(
+    scraper: Scraper, base_url: str, path: str, body: bytes, timeout_seconds: float, access: Access
+) -> tuple[int, bytes]:
+    """As `Scraper.post`, with what the request path knows failures by."""
+    try:
+        return await scraper.post(base_url, path, body, timeout_seconds, access)
+    except Unusable as failed:
+        raise UpstreamFailed(str(failed)) from None
 
 
 async def _state_of(ledger: ValkeyLedger) -> dict[str, Any]:

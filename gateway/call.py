@@ -49,6 +49,8 @@ class Fleet:
     trust: CacheTrust = field(default_factory=CacheTrust)
     shared_caches: dict[str, int] = field(default_factory=dict)
     """By replica the number of the cache where a call shared something last."""
+    on_end: "Callable[[Call], None] | None" = None
+    """Is told each call that had a place; None = nobody asks."""
 
 
 class Terms(msgspec.Struct, frozen=True):

@@ -24,7 +24,8 @@ from msgspec.structs import replace
 from gateway.core.headers import FOR_ENGINES, PROMPT_TOKENS
 from gateway.core.media import AUDIO_BYTES_PER_SECOND, AUDIO_SECONDS_MAX, CLIP_SECONDS, MEDIA_TOKENS, host_of
 from gateway.core.modes import PROMISES, Mode, can_keep
-from gateway.core.outcomes import OperatorError
+from gateway.core.outcomes import OperatorError, Refusal
+from gateway.core.pins import Pin, pin_of
 from gateway.core.request import UNRESERVED, Endpoint
 
 INT_MAX = 2**31 - 1
@@ -301,6 +302,22 @@ class Media(_Strict, frozen=True, kw_only=True):
     """None = tensors in place of a text or of media are refused."""
 
 
+class PinnedPrefix(_Strict, frozen=True, kw_only=True):
+    """How prompts begin that engines are to keep."""
+
+    name: Name
+    model: ModelName | None = None
+    """One of the fleet's names; None = its first."""
+    prompt: Annotated[str, Meta(min_length=1)] | None = None
+    """Of completions; chats have `messages`."""
+    messages: Annotated[tuple[dict[str, Any], ...], Meta(min_length=1, max_length=64)] | None = None
+    tools: Annotated[tuple[dict[str, Any], ...], Meta(min_length=1, max_length=256)] | None = None
+
+    def pin(self, model: str) -> Pin | Refusal:
+        """`model`: of its fleet."""
+        return pin_of(self.name, self.model or model, self.prompt, self.messages, self.tools)
+
+
 class Fleet(_Strict, frozen=True, kw_only=True):
     model: ModelName
     name: NameOrDefault = ""
@@ -324,6 +341,7 @@ class Fleet(_Strict, frozen=True, kw_only=True):
     exact_above: Annotated[float, Meta(ge=0, le=1)] = 0.7
     media: Media = Media()
     overtake_blocks: CountOrZero | None = None
+    pinned_prefixes: Annotated[tuple[PinnedPrefix, ...], Meta(max_length=16)] = ()
     slow_start_seconds: Annotated[float, Meta(ge=0, le=3_600)] = 30
     """Until a replica that has just been started beside others has all its blocks; 0 = at once."""
     lanes: dict[str, tuple[str, ...]] = {}
@@ -334,6 +352,12 @@ class Fleet(_Strict, frozen=True, kw_only=True):
     def models(self) -> tuple[str, ...]:
         """Every name under which clients may ask for this fleet."""
         return self.model, *self.aliases
+
+    @property
+    def pins(self) -> tuple[Pin, ...]:
+        """Of settings that were checked."""
+        made = (prefix.pin(self.model) for prefix in self.pinned_prefixes)
+        return tuple(pin for pin in made if isinstance(pin, Pin))
 
 
 class Settings(_Strict, frozen=True, kw_only=True):
@@ -1265,6 +1289,7 @@ def _check_fleet(fleet: Fleet, path: str) -> None:
     _unique(f"{path}.pools[{{}}].name", (pool.name for pool in fleet.pools), "pool")
     _check_bounds(fleet.pools, path)
     _check_lanes(fleet, path)
+    _check_pins(fleet, path)
     for p, pool in enumerate(fleet.pools):
         _check_sources(pool, f"{path}.pools[{p}]")
         _one_of(f"{path}.pools[{p}].mode", pool.mode, [mode.value for mode in Mode])
@@ -1280,6 +1305,22 @@ def _check_fleet(fleet: Fleet, path: str) -> None:
                 f"{here}.name", f"replica {name!r} is already {seen[name]}; give one another name"
             )
         seen[name] = here
+
+
+def _check_pins(fleet: Fleet, path: str) -> None:
+    pins = fleet.pinned_prefixes
+    _unique(f"{path}.pinned_prefixes[{{}}].name", (prefix.name for prefix in pins), "prefix")
+    for i, prefix in enumerate(pins):
+        here = f"{path}.pinned_prefixes[{i}]"
+        if (prefix.prompt is None) == (prefix.messages is None):
+            raise ConfigError(here, "needs one of prompt and messages")
+        if prefix.tools is not None and prefix.messages is None:
+            raise ConfigError(f"{here}.tools", "goes with messages")
+        if prefix.model is not None and prefix.model not in fleet.models:
+            raise ConfigError(f"{here}.model", f"{prefix.model!r} is no name of this fleet")
+        made = prefix.pin(fleet.model)
+        if isinstance(made, Refusal):
+            raise ConfigError(f"{here}.{made.param or 'messages'}", made.message)
 
 
 def _check_sources(pool: Pool, path: str) -> None:

@@ -484,6 +484,8 @@ def _computed_tokens(demand: Demand, grant: Grant) -> int:
 
 def _learn(call: Call) -> None:
     """From what the engine says that the prompt has."""
+    if call.fleet.on_end is not None:
+        call.fleet.on_end(call)
     usage = call.usage
     if call.guess and usage is not None and usage.prompt_tokens > 0:
         learn(call.fleet.factors, call.guess, usage.prompt_tokens)

@@ -147,6 +147,26 @@ class CacheDoubted(msgspec.Struct, frozen=True):
     replica: str
 
 
+class PinCall(msgspec.Struct, frozen=True):
+    """A call that was to keep a named prefix in an engine's cache has ended."""
+
+    fleet: str
+    prefix: str
+    ending: str
+    """`warm`, `cold`, `untold`, `refused` or `failed` (`gateway/pins.py`)."""
+    tokens: int
+    """That the engine computed for it."""
+
+
+class PinUse(msgspec.Struct, frozen=True):
+    """A client's call began with a named prefix."""
+
+    fleet: str
+    prefix: str
+    saved_tokens: int
+    """Of the prefix, those that the engine had in its cache; 0 also where it does not tell."""
+
+
 Event = (
     CallEnded
     | FirstToken
@@ -161,6 +181,8 @@ Event = (
     | Unmetered
     | PrefixFound
     | CacheDoubted
+    | PinCall
+    | PinUse
 )
 
 

@@ -162,6 +162,22 @@ def _of_prefixes() -> tuple[Counter, Counter, Counter]:
     )
 
 
+def _of_pins() -> tuple[Counter, Counter, Counter]:
+    return (
+        Counter(
+            "kvgate_pin_calls",
+            "Calls of kvgate's own that keep a named prefix in an engine's cache",
+            ("fleet", "prefix", "ending"),
+        ),
+        Counter("kvgate_pin_tokens", "Tokens that engines computed for such calls", ("fleet", "prefix")),
+        Counter(
+            "kvgate_pin_saved_tokens",
+            "Tokens of a named prefix that calls of clients found in an engine's cache",
+            ("fleet", "prefix"),
+        ),
+    )
+
+
 class Counted:
     """Every counter and histogram of the gateway, of one process or added up over several."""
 
@@ -179,12 +195,12 @@ class Counted:
         )
         self.overdrafts, self.unmetered, self.surprises = _of_elastic_calls()
         self.prefix_expected, self.prefix_found, self.prefix_doubts = _of_prefixes()
+        self.pin_calls, self.pin_tokens, self.pin_saved = _of_pins()
         self.reload_failures = Counter("kvgate_reload_failures", "Changes of a file not used", ("file",))
         for file in ("config", "keys", "jwt", "replicas"):
             self.reload_failures.add((file,), 0)
-        self.calls_lost = Counter(
-            "kvgate_call_log_lost", "Calls that ended and are not in the file of `log.calls`", ()
-        )
+        text = "Calls that ended and are not in the file of `log.calls`"
+        self.calls_lost = Counter("kvgate_call_log_lost", text, ())
         self.refusals = Histogram(
             "kvgate_refusal_seconds",
             "From a body's last byte to the refusal's first",
@@ -222,6 +238,7 @@ class Counted:
         self._counters = (
             self.calls, self.expired, self.healed, self.shared, self.overdrafts, self.unmetered, self.surprises,
             self.prefix_expected, self.prefix_found, self.prefix_doubts, self.reload_failures, self.calls_lost,
+            self.pin_calls, self.pin_tokens, self.pin_saved,
         )  # fmt: skip
         self.of_replicas = (self.overdrafts, self.prefix_expected, self.prefix_found, self.prefix_doubts)
         """Counters of which each replica has one from the start."""

@@ -23,6 +23,8 @@ from gateway.core.events import (
     LeaseLost,
     LengthSurprise,
     Overdraft,
+    PinCall,
+    PinUse,
     PrefixFound,
     StoreAnswered,
     StoreUp,
@@ -111,6 +113,10 @@ class Metrics:
             PrefixFound: self._on_prefix,
             CacheDoubted: lambda event: self._counted.prefix_doubts.add(
                 self._known.replica(event.fleet, event.pool, event.replica)
+            ),
+            PinCall: self._on_pin_call,
+            PinUse: lambda event: self._counted.pin_saved.add(
+                (event.fleet, event.prefix), event.saved_tokens
             ),
             Unmetered: lambda event: self._counted.unmetered.add(self._known.pool(event.fleet, event.pool)),
             LengthSurprise: lambda event: self._counted.surprises.add(
@@ -208,6 +214,10 @@ class Metrics:
         replica = self._known.replica(event.fleet, event.pool, event.replica)
         self._counted.prefix_expected.add(replica, event.expected_tokens)
         self._counted.prefix_found.add(replica, event.found_tokens)
+
+    def _on_pin_call(self, event: PinCall) -> None:
+        self._counted.pin_calls.add((event.fleet, event.prefix, event.ending))
+        self._counted.pin_tokens.add((event.fleet, event.prefix), event.tokens)
 
     def _on_store(self, event: StoreUp) -> None:
         self._store_up = event.up

@@ -29,6 +29,8 @@ class Meter:
         self._holds_more = holds_more
         self._now = now
         self._wall = wall
+        self.mine: set[str] = set()
+        """Replicas whose metrics this gateway reads for all."""
         self._offer_at: dict[str, float] = {}
         """By replica: before that another gateway has its seat."""
 
@@ -38,6 +40,7 @@ class Meter:
         The ledger is asked before and after: what came or went meanwhile is nobody else's.
         """
         before = await self._seat(replica)
+        (self.mine.add if before and before.mine else self.mine.discard)(replica)
         try:
             page = await read()
         except Unusable:

@@ -401,6 +401,11 @@ class FleetWatch:
         replica = self._replicas.get(name)
         return replica is not None and replica.up
 
+    def shape_of(self, name: str) -> ReplicaShape | None:
+        """None until it answered once."""
+        replica = self._replicas.get(name)
+        return replica.shape if replica else None
+
     def why_it_rests(self, name: str) -> Why | None:
         """None for one that may get calls, and for one that is not up."""
         replica = self._replicas.get(name)

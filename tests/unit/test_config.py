@@ -296,6 +296,27 @@ def test_with_keys_in_the_store_no_file_is_needed(tmp_path: Path) -> None:
         ("fleets.0.max_output_tokens", 9, "fleets[0].default_output_tokens: 1024 is over max_output_tokens (9)"),
         ("fleets.0.aliases", ["x", "x"], "fleets[0].aliases[1]: alias 'x' is already"),
         ("fleets.0.aliases", ["demo"], "fleets[0].aliases: 'demo' is the model itself"),
+        ("fleets.0.pinned_prefixes", [{"name": "a"}], "fleets[0].pinned_prefixes[0]: needs one of prompt and messages"),
+        (
+            "fleets.0.pinned_prefixes",
+            [{"name": "a", "prompt": "x", "tools": [{}]}],
+            "fleets[0].pinned_prefixes[0].tools: goes with messages",
+        ),
+        (
+            "fleets.0.pinned_prefixes",
+            [{"name": "a", "prompt": "x", "model": "other"}],
+            "fleets[0].pinned_prefixes[0].model: 'other' is no name of this fleet",
+        ),
+        (
+            "fleets.0.pinned_prefixes",
+            [{"name": "a", "prompt": "x"}, {"name": "a", "prompt": "y"}],
+            "fleets[0].pinned_prefixes[1].name: prefix 'a' is already",
+        ),
+        (
+            "fleets.0.pinned_prefixes",
+            [{"name": "a", "messages": [{"role": "user", "content": 7}]}],
+            "fleets[0].pinned_prefixes[0].messages: `content` must be a string or a list of parts.",
+        ),
         ("fleets.0.lanes", {"short": ["shrt"]}, "fleets[0].lanes.short: unknown pool 'shrt', known are short, long"),
         ("fleets.0.lanes", {"x": ["short"]}, "fleets[0].lanes.x: a lane is named as the pool"),
         ("fleets.0.lanes", {"short": []}, "fleets[0].lanes.short: names no pool"),
