@@ -88,11 +88,10 @@ async def send_all(
     sizes: Sequence[Size],
     *,
     blocks_max: int | None = None,
-    charged: int | None = None,
     key: str = "none",
     beginning: Sequence[int] = (),
 ) -> Load:
-    """All calls at once, each read to its end; `blocks_max` gates them, each at its own or the `charged` blocks.
+    """All calls at once, each read to its end; `blocks_max` gates them by what each needs.
 
     `beginning`: of all their prompts.
     """
@@ -101,7 +100,7 @@ async def send_all(
     began = time.monotonic()
 
     async def one(size: Size, request: bytes) -> int:
-        async with gate.room(charged or size.blocks):
+        async with gate.room(size.blocks):
             return await read(url, size, request)
 
     requests = [call_of(size, chance, key, beginning) for size in sizes]
