@@ -1387,15 +1387,19 @@ class Books:
         self._dispatch()
         replica = self._at_once(call)
         if replica:
-            self._number(call)
-            self._pay(call)
-            call.state = "reserved"
-            self._share(call, replica)
-            self._reserve(call, replica)
+            self._start(call, replica)
             return ["grant", _place_told(call), *self._pay_quotas(call, charge)]
         terms = Terms(queue_max, queue_key_max, wait_ms, fingerprint, standing)
         told = self._queue(call, terms)
         return [*told, *self._pay_quotas(call, charge)] if told[0] == "ticket" else told
+
+    def _start(self, call: Call, replica: Replica) -> None:
+        """Without a ticket."""
+        self._number(call)
+        self._pay(call)
+        call.state = "reserved"
+        self._share(call, replica)
+        self._reserve(call, replica)
 
     def _ask(
         self,
@@ -1806,13 +1810,8 @@ class Books:
         if known and known.state != "queued":
             if known.replica != replica:
                 return ["error", "declared on another replica"]
-            known.state = "reserved"
             self._recount(known, held, base, path)
-            if not prefill:
-                self._end_prefill(known)
-            if _prefix(prefix).computed:
-                self._compute(known)
-            return ["same"]
+            return self._confirm(known, prefill, _prefix(prefix))
         target = self.replicas.get(replica)
         if target is None and force:
             target = self.replicas[replica] = Replica(replica, pool="", state="removed")
@@ -1836,6 +1835,15 @@ class Books:
         if call.prefix.joined:
             self.dirty = True  # who waits may share it again
         return ["declared"]
+
+    def _confirm(self, known: Call, prefill: int, prefix: Prefix) -> Answer:
+        """A call that is declared was never lost; what its owner knows of it may be newer."""
+        known.state = "reserved"
+        if not prefill:
+            self._end_prefill(known)
+        if prefix.computed:
+            self._compute(known)
+        return ["same"]
 
     def _heartbeat(self, owner: str, count: int, total: int, ends: Sequence[Any]) -> Answer:
         """Compare the owner's list with ours; a replayed batch has changed the set already and tells nothing.

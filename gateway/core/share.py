@@ -29,6 +29,9 @@ class Holding:
     sequences: int
     prefill: int
     """0 once its prompt is computed."""
+    shared: int = 0
+    """Blocks of the demand that it holds together with others: they count for its key alone, for they stay when it
+    ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +86,9 @@ class _Sum:
     prefill: int = 0
     calls: int = 0
 
-    def add(self, holding: Holding, direction: int = 1) -> None:
-        self.blocks += direction * holding.blocks
+    def add(self, holding: Holding, direction: int = 1, *, own: bool = True) -> None:
+        """`own`: without what it shares."""
+        self.blocks += direction * (holding.blocks - (holding.shared if own else 0))
         self.sequences += direction * holding.sequences
         self.prefill += direction * holding.prefill
         self.calls += direction
@@ -160,7 +164,7 @@ class Share:
         self._running[id_] = holding
         if holding.replica in self._held:
             self._held[holding.replica].add(holding)
-        self._keys.setdefault(holding.key, _Sum()).add(holding)
+        self._keys.setdefault(holding.key, _Sum()).add(holding, own=False)
 
     def first_token(self, id_: str) -> None:
         holding = self._running.get(id_)
@@ -176,7 +180,7 @@ class Share:
         if holding.replica in self._held:
             self._held[holding.replica].add(holding, -1)
         key = self._keys[holding.key]
-        key.add(holding, -1)
+        key.add(holding, -1, own=False)
         if not key.calls:
             del self._keys[holding.key]
 

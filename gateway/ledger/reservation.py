@@ -84,6 +84,11 @@ class Ask:
         self._used: tuple[int, int, list[int]] = (-1, -1, [])
 
     @property
+    def shared(self) -> int:
+        """Blocks of its prompt that it holds together with others, as far as the store has told."""
+        return sum(segment.blocks for segment in self.admission.segments[: self._joined])
+
+    @property
     def unanswered(self) -> bool:
         """Its owner waits to be told."""
         return self._answer is not None and not self._answer.done()
@@ -404,11 +409,10 @@ class Ask:
         if self._grown:  # the store may have given it a place with what it held before
             self._tell_growth()
         waited_ms = int((self._ledger.now() - self._asked_at) * 1000)
-        shared = sum(segment.blocks for segment in self.admission.segments[: self._joined])
         self._resolve(
             Grant(
                 replica, waited_ms, self.queued, self._position, self._predicted_ms, self._left,
-                shared=shared, cache=self._cache,
+                shared=self.shared, cache=self._cache,
             )
         )  # fmt: skip
 

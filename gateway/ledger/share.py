@@ -188,7 +188,7 @@ def _waits(ask: Ask) -> bool:
 
 def _holding(ask: Ask) -> Holding:
     a = ask.admission
-    return Holding(a.key, ask.replica, a.blocks, a.sequences, ask.prefill)
+    return Holding(a.key, ask.replica, a.blocks, a.sequences, ask.prefill, ask.shared)
 
 
 async def read_replicas(connection: Connection) -> list[Replica]:

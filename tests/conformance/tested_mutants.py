@@ -495,8 +495,8 @@ TESTED_MUTANTS: dict[str, TestedMutant] = {
     ),
     "a learned limit wakes nobody who is parked": TestedMutant(
         "lua/configure.lua",
-        "    queue.recheck_parked()\n    books.meta.dirty = 1\n  end\n  dispatch.run()",
-        "    books.meta.dirty = 1\n  end\n  dispatch.run()",
+        "    queue.recheck_parked()\n    books.meta.dirty = 1\n  end\n  prefixes",
+        "    books.meta.dirty = 1\n  end\n  prefixes",
         ("tests/conformance/test_pool_share.py",),
     ),
     "replicas that are not known yet are taken from all gateways": TestedMutant(
@@ -579,7 +579,7 @@ TESTED_MUTANTS: dict[str, TestedMutant] = {
     ),
     "who is declared again is judged by what it holds now alone": TestedMutant(
         "lua/commands/redeclare.lua",
-        "    and elastic.has_blocks(call, replica)\nend",
+        "    and elastic.has_blocks(call, replica, prefixes.known(call, replica))\nend",
         "    and (replica.used == 0 or replica.used + elastic.blocks(call, replica) <= replica.limit)\nend",
         ("tests/conformance/test_elastic.py",),
     ),
@@ -591,7 +591,7 @@ TESTED_MUTANTS: dict[str, TestedMutant] = {
     ),
     "ends of calls with paths are foreseen": TestedMutant(
         "lua/lib/forecast.lua",
-        "  if has_paths(call.lane) then return nil end\n",
+        "  if is_uncertain(call.lane) then return nil end\n",
         "",
         ("tests/conformance/test_elastic.py",),
     ),
@@ -609,7 +609,7 @@ TESTED_MUTANTS: dict[str, TestedMutant] = {
     ),
     "a preferred replica is judged by what it holds now alone": TestedMutant(
         "lua/lib/placement.lua",
-        "  return elastic.has_blocks(call, replica) and",
+        "  return elastic.has_blocks(call, replica, shared) and",
         "  return (replica.used == 0 or replica.used + elastic.blocks(call, replica) <= replica.limit) and",
         ("tests/conformance/test_elastic.py",),
     ),

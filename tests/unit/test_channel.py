@@ -5,6 +5,7 @@ import pytest
 
 from gateway.core.order import BATCH_OPS
 from gateway.ledger.channel import Channel, Op
+from gateway.ledger.records import Place
 from gateway.ledger.wire import StoreAway
 
 OWNER = "owner"
@@ -158,10 +159,10 @@ async def test_an_answer_of_another_length_is_no_answer(channel, store):
 async def test_grants_and_more_work_are_passed_on(store):
     offered = []
     channel = Channel("wake:", lambda *grant: offered.append(grant))
-    store.answers = [[b"ok", 1, 0, 1, 1, b"\x90", [b"aa", b"r0", b"bb", b"r1"]]]
+    store.answers = [[b"ok", 1, 0, 1, 1, b"\x90", [b"aa", b"r0", b"bb", [b"r1", 2, 7], b"cc", b""]]]
     reply = await send(channel, store)
     assert reply.more
-    assert offered == [("aa", "r0"), ("bb", "r1")]
+    assert offered == [("aa", Place("r0")), ("bb", Place("r1", joined=2, cache=7)), ("cc", Place(""))]
 
 
 async def test_a_new_owner_sends_nothing_of_the_old_one(channel, store):

@@ -222,3 +222,16 @@ def test_at_its_part_of_a_pool_a_call_goes_to_the_next():
     assert share.choose(wanted(31, pools=("p", "q"), pool_share=300_000), {}) == Denied(
         Code.QUOTA_EXCEEDED, "pool_share", 51, 30
     )
+
+
+def test_what_is_shared_with_others_counts_for_the_key_alone():
+    """It stays when the call ends, so nobody may have it."""
+    mine = Holding("k", "r0", 40, 1, 0, shared=30)
+    (part,) = portions([replica(used=70)], 1, [mine]).values()
+    assert part.blocks == 40
+    share = Share({"r0": part}, {"a": mine})
+    assert isinstance(chosen(share, wanted(31)), Denied)
+    assert isinstance(chosen(share, wanted(1, blocks_max=40)), Denied)
+    share.give_back("a")
+    assert chosen(share, wanted(40), "b") == "r0"
+    assert isinstance(chosen(share, wanted(1)), Denied)
