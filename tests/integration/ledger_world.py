@@ -11,6 +11,7 @@ from typing import Any
 import redis
 
 from gateway.core.books import FleetConfig, ReplicaConfig
+from gateway.core.capacity import Learned, Reading
 from gateway.core.events import Event, Healed
 from gateway.core.identity import Identity
 from gateway.ledger.api import Admission, Grant
@@ -135,6 +136,15 @@ class World:
         self.members.append(Member(ledger, events))
         return self.members[-1]
 
+    async def learn_cache(self, member: Member, replica: str = "r0", process: float = 1.0) -> None:
+        """It reads that the engine, whose process began then, has a prefix cache."""
+        seat = await member.ledger.seats.seat(replica)
+        assert seat
+        engine = Reading(num_gpu_blocks=1000, started_at=process, prefix_caching=True)
+        assert await member.ledger.seats.learn(
+            replica, seat.number + 1, Learned(engine=engine), seat.configured
+        )
+
     # -- what the store holds ------------------------------------------------------------------------------------
 
     def key(self, name: str) -> str:
@@ -154,7 +164,7 @@ class World:
 
     def empty(self) -> bool:
         """No call is left, nor a trace of one in any index."""
-        left = ("calls", "queue", "order", "parked", "owned", "outbox", "deadlines")
+        left = ("calls", "queue", "order", "parked", "owned", "outbox", "deadlines", "prefixes")
         return not any(self.store.exists(self.key(name)) for name in left) and self.used() == 0
 
     def check(self) -> None:
@@ -162,7 +172,7 @@ class World:
         calls = self.calls().values()
         for name, row in self.rows("replicas", "replica").items():
             held = [c for c in calls if c["replica"] == name]
-            assert row["used"] == sum(c["held"] for c in held)
+            assert row["used"] == sum(c["held"] for c in held) + row["shared"]
             assert row["sequences"] == sum(c["sequences"] for c in held)
             assert row["prefill"] == sum(c["prefilling"] for c in held)
 
