@@ -3,7 +3,8 @@
 _NO_PATH = "{" + "0, " * 33 + "}"
 
 MUTANTS: dict[str, tuple[str, str]] = {
-    "fit off by one": ("if room >= needed and", "if room + 1 >= needed and"),
+    "fit off by one": ("    local free = limit - used\n    local needed", "    limit = limit + 1\n    local free = limit - used\n    local needed"),
+    "what a call holds fits off by one": ("if room >= needed and", "if room + 1 >= needed and"),
     "big call on an idle replica refused": ("local room = used == 0 and math.huge or free", "local room = free"),
     "no dispatch after a ticket left": ("  flows.keep_flow(name, flow, line)\n  books.meta.dirty = 1", "  flows.keep_flow(name, flow, line)"),
     "no dispatch after settle": ("  drain.add(replica.pool, call.blocks)\n  books.meta.dirty = 1", "  drain.add(replica.pool, call.blocks)"),
