@@ -47,6 +47,7 @@ from gateway.core.lifecycle import Event
 from gateway.core.media import MediaRule
 from gateway.core.modes import Mode
 from gateway.core.pins import Page
+from gateway.core.prefixes import FIRST_BLOCKS
 from gateway.fleetdesk import FleetDesk
 from gateway.flow import Flow
 from gateway.found import FoundReplicas, names_by_pool, replica_specs
@@ -247,10 +248,10 @@ class FleetRoom:
         lowest = self._settings.classes[-1]
         self.pins.use(self._configured.pins, lowest.name, lowest.depth_max)
 
-    def _holds_more(self, replica: str) -> None:
-        """An engine holds more blocks than the ledger: it may keep copies of what is charged once."""
+    def _holds_more(self, replica: str, blocks: int) -> None:
+        """An engine holds more blocks than the ledger: it may keep copies of what is charged once, if so many."""
         self.engines.holds_more(replica)
-        if cache := self.fleet.shared_caches.pop(replica, 0):
+        if blocks >= FIRST_BLOCKS and (cache := self.fleet.shared_caches.pop(replica, 0)):
             self._doubted[replica] = cache
 
     def _engines_up(self) -> list[tuple[str, Access]]:

@@ -147,6 +147,13 @@ def _of_elastic_calls() -> tuple[Counter, Counter, Counter]:
     )
 
 
+def _of_files() -> Counter:
+    failures = Counter("kvgate_reload_failures", "Changes of a file not used", ("file",))
+    for file in ("config", "keys", "jwt", "replicas"):
+        failures.add((file,), 0)
+    return failures
+
+
 def _of_prefixes() -> tuple[Counter, Counter, Counter]:
     places = ("fleet", "pool", "replica")
     return (
@@ -196,9 +203,7 @@ class Counted:
         self.overdrafts, self.unmetered, self.surprises = _of_elastic_calls()
         self.prefix_expected, self.prefix_found, self.prefix_doubts = _of_prefixes()
         self.pin_calls, self.pin_tokens, self.pin_saved = _of_pins()
-        self.reload_failures = Counter("kvgate_reload_failures", "Changes of a file not used", ("file",))
-        for file in ("config", "keys", "jwt", "replicas"):
-            self.reload_failures.add((file,), 0)
+        self.reload_failures = _of_files()
         text = "Calls that ended and are not in the file of `log.calls`"
         self.calls_lost = Counter("kvgate_call_log_lost", text, ())
         self.refusals = Histogram(

@@ -16,12 +16,13 @@ class Meter:
         books: CapacityBooks,
         rules: Callable[[], Rules],
         others_are_warm: Callable[[str], bool],
-        holds_more: Callable[[str], None],
+        holds_more: Callable[[str, int], None],
         now: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
         """`others_are_warm`: whether there are warm replicas beside this one, so that it may start slowly.
-        `holds_more` is told of each one that was seen to hold more blocks than the ledger, whoever saw it.
+        `holds_more` is told of each one that was seen to hold more blocks than the ledger, and how many more, whoever
+        saw it.
         """
         self._books = books
         self._rules = rules
@@ -55,7 +56,7 @@ class Meter:
             return None
         seat = await self._books.seat(replica)
         if seat and seat.learned and seat.learned.strangers:
-            self._holds_more(replica)
+            self._holds_more(replica, seat.learned.strangers_blocks)
         if seat and not seat.mine:
             self._stand_back(replica, seat)
         return seat

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from tests.flow.world import soon_true
 from tests.processes import QUICK_STORE, GatewayProcess, World
 from tests.wire import Wire, completion, post, soon
 
@@ -49,6 +50,33 @@ async def test_calls_that_pass_the_gateway_by_take_their_blocks_from_the_limit(
         "the metric has them",
         PATIENCE_SECONDS,
     )
+
+
+async def test_where_an_engine_holds_more_than_it_should_nothing_is_shared_any_more(new_world: World) -> None:
+    """It may keep copies of what is charged once: with `--long-prefill-token-threshold` it does."""
+    mock = new_world.mock("--blocks", str(BLOCKS), "--step-base-ms", "100")
+    gateway, key = start(new_world, mock.url)
+    await soon(lambda: row(gateway).get("engine"), "its metrics were read", PATIENCE_SECONDS)
+    holder = await Wire.open(gateway.url)
+    await holder.send(post(key, completion(3200, 2000, stream=True)))
+
+    async def found() -> int:
+        wire = await Wire.open(gateway.url)
+        await wire.send(post(key, completion(3200, 1, stream=True)))
+        status, headers = await wire.head()
+        assert status == 200
+        wire.close()
+        return int(headers.get("x-kvgate-shared-blocks", 0))
+
+    await soon_true(found, "others share what it holds")
+    # The ledger has 325 blocks for it and the others, the engine comes to hold 500 more than the prompt.
+    stranger = await Wire.open(mock.url)
+    other = completion(8000, LONG_STREAM, stream=True) | {"prompt": [8] * 8000}
+    await stranger.send(post("", other))
+    doubts = "kvgate_prefix_doubts_total"
+    await soon(lambda: gateway.metric(doubts) == 1, "its cache is doubted", PATIENCE_SECONDS)
+    assert await found() == 0
+    assert gateway.metric(doubts) == 1
 
 
 async def test_a_prefill_bound_load_lowers_prefill_and_never_blocks(new_world: World) -> None:
