@@ -129,7 +129,9 @@ def test_prefixes_are_shared_unless_it_is_off(tmp_path: Path) -> None:
         assert loaded(tmp_path, content).fleets[0].share_prefixes == found
     for wrong in (True, "always"):
         told = problem(tmp_path, with_(small(), "fleets.0.share_prefixes", wrong))
-        assert told.startswith(f"fleets[0].share_prefixes: has to be one of auto, off, got {wrong!r} (kvgate.yaml line")
+        assert told.startswith(
+            f"fleets[0].share_prefixes: has to be one of auto, off, got {wrong!r} (kvgate.yaml line"
+        )
 
 
 @pytest.mark.parametrize(
