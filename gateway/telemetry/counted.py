@@ -185,6 +185,24 @@ def _of_pins() -> tuple[Counter, Counter, Counter]:
     )
 
 
+def _of_queues() -> tuple[Histogram, Histogram]:
+    lines = ("fleet", "lane", "class")
+    return (
+        Histogram(
+            "kvgate_queue_wait_seconds",
+            "From asking for blocks to having them or giving up",
+            lines,
+            QUEUE_SECONDS,
+        ),
+        Histogram(
+            "kvgate_queue_wait_prediction_ratio",
+            "Real over predicted wait, of calls that waited and got a place",
+            lines,
+            PREDICTION_RATIO,
+        ),
+    )
+
+
 class Counted:
     """Every counter and histogram of the gateway, of one process or added up over several."""
 
@@ -212,18 +230,7 @@ class Counted:
             ("fleet", "reason"),
             REFUSAL_SECONDS,
         )
-        self.waits = Histogram(
-            "kvgate_queue_wait_seconds",
-            "From asking for blocks to having them or giving up",
-            ("fleet", "lane", "class"),
-            QUEUE_SECONDS,
-        )
-        self.predictions = Histogram(
-            "kvgate_queue_wait_prediction_ratio",
-            "Real over predicted wait, of calls that waited and got a place",
-            ("fleet", "lane", "class"),
-            PREDICTION_RATIO,
-        )
+        self.waits, self.predictions = _of_queues()
         self.ttft = Histogram(
             "kvgate_ttft_seconds", "From a body's last byte to the first data event", places, TTFT_SECONDS
         )
