@@ -6,7 +6,7 @@ Only what is known by its tokens is charged once for several calls; what is know
 from gateway.call import Call
 from gateway.core.estimate import Demand
 from gateway.core.events import Observer, PrefixFound
-from gateway.core.prefixes import Beginning, Salt, segments, text_points, tokens_min
+from gateway.core.prefixes import Salt, keys_of, segments, text_points, tokens_min
 from gateway.core.prompt import PromptText, PromptTokens
 from gateway.core.route import LIKELY_TOKEN_BYTES
 from gateway.ledger.api import Grant
@@ -42,20 +42,19 @@ async def read(call: Call, demand: Demand, counts: list[Counted], ids: IdReader 
     if isinstance(prompt, PromptTokens) and ids is not None and prompt.tokens >= tokens_min(size):
         found = await ids.points(call.generation, size)
     if found:
-        call.beginning = beginning = Beginning(_salt(call, size), found)
-        call.segments = segments(beginning, call.fleet.seen.cut(beginning.keys))
-    elif isinstance(prompt, PromptText):
-        call.beginning = Beginning(_salt(call, size), text_points(prompt.texts))
-    if call.beginning is not None:
-        engines = call.fleet.engines
-        warm = call.fleet.warm.prefer(call.beginning.keys, now)
-        call.prefer = tuple(name for name in warm if engines.knows(name))
+        call.beginning = keys = keys_of(_salt(call, size), found)
+        call.segments = segments(keys, call.fleet.seen.cut(keys))
+    elif isinstance(prompt, PromptText) and _has_choice(call):
+        call.beginning = keys_of(_salt(call, size), text_points(prompt.texts))
+    if _has_choice(call):
+        warm = call.fleet.warm.prefer(call.beginning, now)
+        call.prefer = tuple(name for name in warm if call.fleet.engines.knows(name))
 
 
 def note_run(call: Call, grant: Grant, now: float) -> None:
     """It begins or has ended there.  `now`: as in `read`."""
-    if call.beginning is not None:
-        call.fleet.warm.note(call.beginning.keys, grant.replica, now)
+    if _has_choice(call):
+        call.fleet.warm.note(call.beginning, grant.replica, now)
 
 
 def compare(call: Call, demand: Demand, grant: Grant, observer: Observer) -> None:
@@ -71,6 +70,11 @@ def compare(call: Call, demand: Demand, grant: Grant, observer: Observer) -> Non
         PrefixFound(call.fleet.name, call.fleet.engines.pool(grant.replica), grant.replica, expected, found)
     )
     call.doubted = call.fleet.trust.note(grant.replica, expected, found)
+
+
+def _has_choice(call: Call) -> bool:
+    """There are replicas between which a call may be placed."""
+    return len(call.fleet.engines.names()) > 1
 
 
 def _salt(call: Call, block_size: int) -> bytes:

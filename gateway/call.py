@@ -1,7 +1,7 @@
 """One call and its surroundings, as the flow and the HTTP edge share them."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -18,7 +18,7 @@ from gateway.core.lifecycle import Event, Phase, Step
 from gateway.core.modes import Mode, is_elastic, is_promised
 from gateway.core.order import ASKED_BACK, PLACE_ONLY, POOL_SHARE_SCALE
 from gateway.core.outcomes import Code, Outcome, Refusal
-from gateway.core.prefixes import Beginning, SeenPoints
+from gateway.core.prefixes import SeenPoints
 from gateway.core.quota import AllFleets, Charge, Quota
 from gateway.core.request import GenerationRequest, Request
 from gateway.core.route import KeyLimits
@@ -115,8 +115,9 @@ class Call:
     """How its prompt was estimated, where the engine's count can say how well."""
     block_size: int = 0
     """Of the blocks of its prompt that others may hold as well; 0 where none are shared."""
-    beginning: Beginning | None = None
-    """By its tokens, or where these are not known by its texts; None where neither was looked at."""
+    beginning: Sequence[bytes] = ()
+    """Keys of its points, by its tokens, or where these are not known by its texts; empty where neither was looked at.
+    """
     segments: tuple[Segment, ...] = ()
     """What others may hold as well, by its tokens."""
     prefer: tuple[str, ...] = ()

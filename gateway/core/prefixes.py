@@ -13,8 +13,6 @@ from hashlib import blake2b
 from itertools import pairwise
 from typing import NamedTuple
 
-import msgspec
-
 from gateway.core.prompt import Text
 from gateway.core.segments import SEGMENTS_MAX, Segment
 
@@ -50,21 +48,6 @@ class PromptCount(NamedTuple):
     tokens: int
     points: bytes = b""
     """As `points` has them, where they were asked for and its tokens are known."""
-
-
-class Beginning(msgspec.Struct, frozen=True):
-    """Of one prompt."""
-
-    salt: bytes
-    """What else decides what an engine keeps of it, 16 bytes."""
-    points: bytes
-    """As `points` or `text_points` has them."""
-
-    @property
-    def keys(self) -> list[bytes]:
-        """One for each point: equal where all is equal up to there, and nowhere else."""
-        salt, points = self.salt, self.points
-        return [salt + points[at : at + POINT_BYTES] for at in range(0, len(points), POINT_BYTES)]
 
 
 class Salt(NamedTuple):
@@ -146,9 +129,17 @@ def text_points(texts: Sequence[Text]) -> bytes:
     return b"".join(found)
 
 
-def segments(beginning: Beginning, cuts: Sequence[int]) -> tuple[Segment, ...]:
+def keys_of(salt: bytes, found: bytes) -> list[bytes]:
+    """One for each of a prompt's points: equal where all is equal up to there, and nowhere else.
+
+    `salt`: a `Salt`'s digest; `found`: as `points` or `text_points` has them.
+    """
+    return [salt + found[at : at + POINT_BYTES] for at in range(0, len(found), POINT_BYTES)]
+
+
+def segments(keys: Sequence[bytes], cuts: Sequence[int]) -> tuple[Segment, ...]:
     """The pieces between points; `cuts` are indices into its points, rising."""
-    keys, found, begin = beginning.keys, [], 0
+    found, begin = [], 0
     for cut in cuts:
         end = GRID[cut]
         name = blake2b(keys[cut] + begin.to_bytes(_ID_BYTES, "big"), digest_size=POINT_BYTES).hexdigest()

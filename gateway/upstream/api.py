@@ -1,6 +1,6 @@
 """How the request path talks to an engine: one exchange, bytes in callbacks, failures as one exception."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from ssl import SSLContext
@@ -174,7 +174,7 @@ class Engines(Protocol):
         """False for one that only another gateway's settings have."""
         ...
 
-    def names(self) -> Iterable[str]:
+    def names(self) -> Collection[str]:
         """Of all replicas."""
         ...
 

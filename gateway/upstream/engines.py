@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -103,7 +103,7 @@ class WatchedEngines:
     def knows(self, replica: str) -> bool:
         return replica in self._specs
 
-    def names(self) -> Iterable[str]:
+    def names(self) -> Collection[str]:
         return self._specs.keys()
 
     def url(self, replica: str) -> str:

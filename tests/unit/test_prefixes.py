@@ -14,9 +14,9 @@ from gateway.core.prefixes import (
     GRID,
     POINT_BYTES,
     TEXT_BYTES,
-    Beginning,
     Salt,
     SeenPoints,
+    keys_of,
     points,
     segments,
     shareable_blocks,
@@ -34,13 +34,13 @@ def ids(tokens: int, seed: int = 0) -> list[int]:
     return random.Random(seed).choices(range(32_000), k=tokens)
 
 
-def beginning(tokens: Sequence[int], salt: bytes = SALT, size: int = SIZE) -> Beginning:
-    return Beginning(salt, points(tokens, size))
+def beginning(tokens: Sequence[int], salt: bytes = SALT, size: int = SIZE) -> list[bytes]:
+    return keys_of(salt, points(tokens, size))
 
 
 def cut(seen: SeenPoints, tokens: Sequence[int]) -> tuple[Segment, ...]:
     found = beginning(tokens)
-    return segments(found, seen.cut(found.keys))
+    return segments(found, seen.cut(found))
 
 
 def ends(pieces: Sequence[Segment]) -> list[int]:
@@ -79,8 +79,8 @@ def test_points_are_equal_exactly_where_all_before_them_is(
     a: list[int], changes: dict[int, int], size: int
 ) -> None:
     b = [changes.get(at, token) for at, token in enumerate(a)]
-    keys = beginning(a, size=size).keys
-    for at, (one, other) in enumerate(zip(keys, beginning(b, size=size).keys, strict=True)):
+    keys = beginning(a, size=size)
+    for at, (one, other) in enumerate(zip(keys, beginning(b, size=size), strict=True)):
         end = GRID[at] * size
         assert (one == other) == (a[:end] == b[:end])
     assert len(set(keys)) == len(keys)
@@ -124,7 +124,7 @@ def test_a_call_is_cut_into_few_pieces_of_what_it_may_share(prompts: list[tuple[
     for seed, common, rest in prompts:
         tokens = [*ids(400, seed)[: 2 * common], *ids(rest, rest)]
         found = beginning(tokens, size=1)
-        cuts = seen.cut(found.keys)
+        cuts = seen.cut(found)
         assert len(cuts) <= SEGMENTS_MAX
         assert list(cuts) == sorted(set(cuts))
         pieces = segments(found, cuts)
@@ -189,8 +189,8 @@ def test_what_was_not_asked_for_is_forgotten() -> None:
         cut(seen, ids(200 * SIZE, 1 + turn))
         cut(seen, kept)
         assert len(seen) <= 100
-    assert len(seen._known(beginning(kept).keys)) == len(beginning(kept).keys)
-    assert seen._known(beginning(ids(200 * SIZE, 1)).keys) == []
+    assert len(seen._known(beginning(kept))) == len(beginning(kept))
+    assert seen._known(beginning(ids(200 * SIZE, 1))) == []
 
 
 # Texts ------------------------------------------------------------------------------------------------------
