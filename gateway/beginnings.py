@@ -5,7 +5,7 @@ Only what is known by its tokens is charged once for several calls; what is know
 
 from gateway.call import Call
 from gateway.core.estimate import Demand
-from gateway.core.events import Observer, PrefixFound
+from gateway.core.events import Miscounted, Observer, PrefixFound
 from gateway.core.prefixes import Salt, keys_of, segments, text_points, tokens_min
 from gateway.core.prompt import PromptText, PromptTokens
 from gateway.core.route import LIKELY_TOKEN_BYTES
@@ -24,7 +24,11 @@ def is_worth_counting(call: Call) -> bool:
 
 def block_size_of(call: Call) -> int:
     """Of the blocks of its prompt that others may hold as well; 0 where none are shared."""
-    return call.fleet.engines.shape().prefix_block_size if call.generation.may_share else 0
+    if not call.generation.may_share:
+        return 0
+    if isinstance(call.generation.prompts[0], PromptText) and call.request.path in call.fleet.miscounted:
+        return 0
+    return call.fleet.engines.shape().prefix_block_size
 
 
 async def read(call: Call, demand: Demand, counts: list[Counted], ids: IdReader | None, now: float) -> None:
@@ -58,8 +62,16 @@ def note_run(call: Call, grant: Grant, now: float) -> None:
 
 
 def compare(call: Call, demand: Demand, grant: Grant, observer: Observer) -> None:
-    """What its engine had in its cache with what calls there hold, where it tells; doubts go into the call."""
+    """What its engine had in its cache with what calls there hold, where it tells; doubts go into the call.
+
+    Also its count of the prompt with the one that is charged.
+    """
     usage = call.usage
+    if call.segments and usage is not None and isinstance(call.generation.prompts[0], PromptText):
+        route, fleet = call.request.path, call.fleet
+        if fleet.count_trust.note(route, 1, int(usage.prompt_tokens == demand.prompt_tokens)):
+            fleet.miscounted.add(route)
+            observer(Miscounted(fleet.name, route))
     if grant.shared:
         call.fleet.shared_caches[grant.replica] = grant.cache
     if not grant.shared or usage is None or usage.cached_tokens is None:

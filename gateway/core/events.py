@@ -167,6 +167,14 @@ class PinUse(msgspec.Struct, frozen=True):
     """Of the prefix, those that the engine had in its cache; 0 also where it does not tell."""
 
 
+class Miscounted(msgspec.Struct, frozen=True):
+    """Most prompts that came to a route were not counted as the engines count them, where that should be exact: what
+    they have in common is not known, and they share nothing any more."""
+
+    fleet: str
+    route: str
+
+
 Event = (
     CallEnded
     | FirstToken
@@ -181,6 +189,7 @@ Event = (
     | Unmetered
     | PrefixFound
     | CacheDoubted
+    | Miscounted
     | PinCall
     | PinUse
 )

@@ -1,4 +1,4 @@
-"""Which replicas are likely to have a prompt's beginning in their cache, and whether a cache holds what is expected."""
+"""Which replicas are likely to have a prompt's beginning in their cache, and whether what is expected is found."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,9 +12,9 @@ GENERATION_POINTS_MAX = 1 << 14
 """A point takes 300 bytes: 10 MB for both generations."""
 
 JUDGED_CALLS = 20
-"""A cache is judged by so many calls that were to find something in it."""
+"""So many are judged together."""
 SEEN_PART_MIN = 0.5
-"""Of the tokens that these were to find."""
+"""Of what these were to find."""
 
 
 class _Visit(NamedTuple):
@@ -60,26 +60,21 @@ class _Sums(NamedTuple):
     seen: int = 0
 
 
-class CacheTrust:
-    """Whether replicas have in their caches what calls that share it say; of those that tell."""
+class Trust:
+    """Whether what was expected is found, each time by whoever tells; by name."""
 
     def __init__(self) -> None:
         self._sums: dict[str, _Sums] = {}
 
-    def note(self, replica: str, expected: int, seen: int) -> bool:
-        """A call that was to find `expected` tokens there has found `seen`; True = the cache is not what it should be.
+    def note(self, name: str, expected: int, seen: int) -> bool:
+        """One more time `seen` of `expected` was found there; True = it is not what it should be.
 
-        JUDGED_CALLS calls are judged together, and then the next ones: who finds more than expected makes up for
-        nobody.
+        JUDGED_CALLS times are judged together, and then the next ones: more than expected makes up for nothing.
         """
-        sums = self._sums.get(replica, _Sums())
+        sums = self._sums.get(name, _Sums())
         sums = _Sums(sums.calls + 1, sums.expected + expected, sums.seen + min(seen, expected))
         if sums.calls < JUDGED_CALLS:
-            self._sums[replica] = sums
+            self._sums[name] = sums
             return False
-        self._sums.pop(replica, None)
+        self._sums.pop(name, None)
         return sums.seen < SEEN_PART_MIN * sums.expected
-
-    def forget(self, replica: str) -> None:
-        """It was started anew, or is gone."""
-        self._sums.pop(replica, None)

@@ -13,7 +13,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
-from gateway.core.events import CacheDoubted, CallEnded, Event
+from gateway.core.events import CacheDoubted, CallEnded, Event, Miscounted
 
 RECORDS_MAX = 10_000
 """Records that wait for a slow reader of stderr."""
@@ -28,12 +28,15 @@ prefixes = logging.getLogger("kvgate.prefixes")
 
 
 class CallRecords:
-    """An observer that makes one record of each finished call, and of each cache that is doubted."""
+    """An observer that makes one record of each finished call, and of what is shared no more."""
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, CacheDoubted):
             text = "replica %s of fleet %s has less in its prefix cache than it should: nothing more is shared there"
             prefixes.warning(text, event.replica, event.fleet)
+        if isinstance(event, Miscounted):
+            text = "fleet %s: its tokenizer does not count prompts of %s as the engines do: nothing is shared there"
+            prefixes.warning(text, event.fleet, event.route)
         if isinstance(event, CallEnded) and calls.isEnabledFor(logging.INFO):
             calls.info("call ended", extra={"fields": _call_fields(event)})
 

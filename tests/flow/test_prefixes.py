@@ -1,6 +1,7 @@
 """How prompts begin: what the ledger is asked to charge once, and where calls are placed."""
 
 import asyncio
+import json
 import random
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -17,6 +18,7 @@ from gateway.http.auth import Key
 from gateway.ledger.api import Admission, Reservation
 from gateway.mock.engine import EngineConfig
 from gateway.mock.options import Options
+from gateway.mock.tokenizer import encode_chat
 from tests.flow.driver import Visitor
 from tests.flow.engines import MockEngine, mock_engine
 from tests.flow.world import World, chat, gateway, soon, soon_true
@@ -449,3 +451,35 @@ async def test_a_cache_that_has_less_than_it_should_is_shared_no_more(store_url:
             await second.leave()
         await first.leave()
         await world.quiet()
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+async def test_where_prompts_are_not_counted_as_their_engine_does_nothing_is_shared(
+    store_url: str, monkeypatch: pytest.MonkeyPatch, wrong: int
+) -> None:
+    """Ids are what they are."""
+    async with (
+        mock_engine(EngineConfig(), speed=float("inf")) as engine,
+        gateway(store_url, {"a": engine.url}, caching=True, model_counter=Counting(wrong)) as world,
+    ):
+        asked = Asked(world, monkeypatch)
+        for turn in range(JUDGED_CALLS):
+            await served(world, chat(messages=[{"role": "user", "content": "word " * 200}]), CHAT)
+            assert asked.segments, turn
+        await served(world, chat(messages=[{"role": "user", "content": "word " * 200}]), CHAT)
+        assert bool(asked.segments) == (not wrong)
+        assert world.fleet.miscounted == ({CHAT} if wrong else set())
+        await served(world, completion())
+        assert asked.segments
+        await world.quiet()
+
+
+class Counting:
+    """Counts as the mock engine does, or too many."""
+
+    def __init__(self, wrong: int) -> None:
+        self.wrong = wrong
+
+    async def count(self, request: GenerationRequest, block_size: int = 0) -> list[PromptCount] | None:
+        found = encode_chat(json.loads(request.body)["messages"], None)
+        return [PromptCount(len(found) + self.wrong, points(found, block_size or SIZE))]
