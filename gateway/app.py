@@ -18,7 +18,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from gateway import __version__, all_fleets
-from gateway.call import Fleet
+from gateway.call import Fleet, Memory
 from gateway.config import (
     AUTO,
     ENGINE,
@@ -123,6 +123,7 @@ class FleetRoom:
         observer: Callable[[Fact], None],
         counter: TiktokenCounter,
         threads: CountingThreads,
+        memory: Memory,
     ):
         """`accesses` by pool.  Raises TokenizerError."""
         self._settings, self._configured, self._metrics = settings, fleet, metrics
@@ -150,7 +151,14 @@ class FleetRoom:
         self.pins = self._make_pins(scraper, PinCounter(counter, exact, self.engines, factors), observer)
         self._use_pins()
         self.fleet = Fleet(
-            fleet.name, self.engines, self.ledger, exact, factors, lengths, on_end=self.pins.see_call
+            fleet.name,
+            self.engines,
+            self.ledger,
+            exact,
+            factors,
+            lengths,
+            memory=memory,
+            on_end=self.pins.see_call,
         )
         self.models = fleet.models
         self._doubted: dict[str, int] = {}
@@ -371,7 +379,7 @@ class Gateway:
 
     def _make_rooms(self, secrets: Secrets) -> list[FleetRoom]:
         settings, accesses = self._settings, _accesses(self._settings, secrets)
-        tools = self._metrics, self._observe, self._counter, self._counting
+        tools = self._metrics, self._observe, self._counter, self._counting, Memory()
         return [FleetRoom(settings, fleet, accesses[fleet.name], *tools) for fleet in settings.fleets]
 
     def _create_api(self, admin_token: str | None) -> FastAPI:

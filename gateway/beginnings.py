@@ -47,18 +47,18 @@ async def read(call: Call, demand: Demand, counts: list[Counted], ids: IdReader 
         found = await ids.points(call.generation, size)
     if found:
         call.beginning = keys = keys_of(_salt(call, size), found)
-        call.segments = segments(keys, call.fleet.seen.cut(keys))
+        call.segments = segments(keys, call.fleet.memory.seen.cut(keys))
     elif isinstance(prompt, PromptText) and _has_choice(call):
         call.beginning = keys_of(_salt(call, size), text_points(prompt.texts))
     if _has_choice(call):
-        warm = call.fleet.warm.prefer(call.beginning, now)
+        warm = call.fleet.memory.warm.prefer(call.beginning, now)
         call.prefer = tuple(name for name in warm if call.fleet.engines.knows(name))
 
 
 def note_run(call: Call, grant: Grant, now: float) -> None:
     """It begins or has ended there.  `now`: as in `read`."""
     if _has_choice(call):
-        call.fleet.warm.note(call.beginning, grant.replica, now)
+        call.fleet.memory.warm.note(call.beginning, grant.replica, now)
 
 
 def compare(call: Call, demand: Demand, grant: Grant, observer: Observer) -> None:
@@ -90,5 +90,6 @@ def _has_choice(call: Call) -> bool:
 
 
 def _salt(call: Call, block_size: int) -> bytes:
-    adapter = call.fleet.engines.shape().adapter(call.request.model)
-    return Salt(adapter, call.terms.cache_salt, block_size, call.generation.beside or b"").digest()
+    fleet, beside = call.fleet, call.generation.beside or b""
+    adapter = fleet.engines.shape().adapter(call.request.model)
+    return Salt(fleet.name, adapter, call.terms.cache_salt, block_size, beside).digest()

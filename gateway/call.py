@@ -33,6 +33,14 @@ from gateway.upstream.api import Engines, Headers, Receiver
 
 
 @dataclass(frozen=True, slots=True)
+class Memory:
+    """How prompts began lately, and where; fleets may share one."""
+
+    seen: SeenPoints = field(default_factory=SeenPoints)
+    warm: WarmPlaces = field(default_factory=WarmPlaces)
+
+
+@dataclass(frozen=True, slots=True)
 class Fleet:
     name: str
     engines: Engines
@@ -43,9 +51,7 @@ class Fleet:
     """What was learned of estimates."""
     lengths: LearnedLengths = field(default_factory=LearnedLengths)
     """What was learned of how much calls write."""
-    seen: SeenPoints = field(default_factory=SeenPoints)
-    """How prompts began lately."""
-    warm: WarmPlaces = field(default_factory=WarmPlaces)
+    memory: Memory = field(default_factory=Memory)
     trust: Trust = field(default_factory=Trust)
     count_trust: Trust = field(default_factory=Trust)
     """Of the counts of its own tokenizer, by route."""

@@ -53,6 +53,8 @@ class PromptCount(NamedTuple):
 class Salt(NamedTuple):
     """What decides beside its tokens whether a block of one call is that of another."""
 
+    fleet: str
+    """Fleets of one process share its memory."""
     adapter: str
     """The LoRA adapter, '' for the model itself, under whatever name it was asked for."""
     cache_salt: str
@@ -62,7 +64,12 @@ class Salt(NamedTuple):
 
     def digest(self) -> bytes:
         """16 bytes."""
-        texts = (self.adapter.encode(), self.cache_salt.encode(errors="surrogatepass"), self.shown)
+        texts = (
+            self.fleet.encode(),
+            self.adapter.encode(),
+            self.cache_salt.encode(errors="surrogatepass"),
+            self.shown,
+        )
         lengths = b",".join(b"%d" % number for number in (self.block_size, *map(len, texts)))
         return blake2b(lengths + b":" + b"".join(texts), digest_size=POINT_BYTES).digest()
 

@@ -26,7 +26,7 @@ from gateway.core.prefixes import (
 from gateway.core.segments import SEGMENTS_MAX, Segment
 
 SIZE = 16
-SALT = Salt("", "", SIZE).digest()
+SALT = Salt("f", "", "", SIZE).digest()
 ALPHABET = st.integers(0, 3)
 
 
@@ -94,14 +94,16 @@ def test_what_is_no_id_has_no_points(wrong: int) -> None:
 
 def test_whatever_decides_what_an_engine_keeps_is_in_the_salt() -> None:
     salts = [
-        Salt("", "", 16),
-        Salt("adapter", "", 16),
-        Salt("", "adapter", 16),
-        Salt("", "", 32),
-        Salt("a", "b", 16),
-        Salt("ab", "", 16),
-        Salt("", "", 16, b"adapter"),
-        Salt("", "\ud800", 16),
+        Salt("f", "", "", 16),
+        Salt("g", "", "", 16),
+        Salt("f", "adapter", "", 16),
+        Salt("f", "", "adapter", 16),
+        Salt("f", "", "", 32),
+        Salt("f", "a", "b", 16),
+        Salt("f", "ab", "", 16),
+        Salt("fa", "b", "", 16),
+        Salt("f", "", "", 16, b"adapter"),
+        Salt("f", "", "\ud800", 16),
     ]
     assert len({salt.digest() for salt in salts}) == len(salts)
     tokens = ids(300)
