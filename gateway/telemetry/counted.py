@@ -215,9 +215,8 @@ class Counted:
         )
         self.expired = Counter("kvgate_leases_expired", "Leases that a process lost", ("fleet",))
         self.healed = Counter("kvgate_healed", "Differences from the store that were mended", ("fleet",))
-        self.shared = Counter(
-            "kvgate_share_admissions", "Calls admitted by a process alone, without the store", ("fleet",)
-        )
+        text = "Calls admitted by a process alone, without the store"
+        self.shared = Counter("kvgate_share_admissions", text, ("fleet",))
         self.overdrafts, self.unmetered, self.surprises = _of_elastic_calls()
         self.prefix_expected, self.prefix_found, self.prefix_doubts = _of_prefixes()
         self.pin_calls, self.pin_tokens, self.pin_saved = _of_pins()

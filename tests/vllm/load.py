@@ -90,17 +90,19 @@ async def send_all(
     blocks_max: int | None = None,
     key: str = "none",
     beginning: Sequence[int] = (),
+    seed: int | None = None,
 ) -> Load:
     """All calls at once, each read to its end; `blocks_max` gates them by what each needs.
 
-    `beginning`: of all their prompts.
+    `beginning`: of all their prompts; the gate counts its full blocks once.  `seed`: of the rest of them.
     """
-    chance = random.Random(len(sizes))
-    gate = Gate(blocks_max)
+    chance = random.Random(len(sizes) if seed is None else seed)
+    shared = len(beginning) // BLOCK_SIZE
+    gate = Gate(None if blocks_max is None else blocks_max - shared)
     began = time.monotonic()
 
     async def one(size: Size, request: bytes) -> int:
-        async with gate.room(size.blocks):
+        async with gate.room(size.blocks - shared):
             return await read(url, size, request)
 
     requests = [call_of(size, chance, key, beginning) for size in sizes]
