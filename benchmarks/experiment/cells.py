@@ -3,10 +3,12 @@
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from benchmarks.experiment import traces
 from benchmarks.experiment.gates import Books, Elastic, Guaranteed
+from benchmarks.experiment.sharing import SharingBooks
 from benchmarks.experiment.traces import BLOCK_SIZE, Call
 from benchmarks.experiment.world import Found, World
 from gateway.mock.config import EngineConfig
@@ -23,11 +25,28 @@ ENGINE = EngineConfig(
 """10 ms + 0.03 ms a prefill token + 0.02 ms a sequence + 0.02 us a token whose KV is read."""
 SEED = 1
 GATES = ("ungated", "watermark .05", "watermark .1", "guaranteed", "elastic")
+SHARING = ("guaranteed + prefix", "elastic + prefix")
+"""What calls share is charged once.  `+ warm first`: and calls go first whose conversation is kept; `+ soft hold`: and
+kept it is."""
+SESSION_GATES = (
+    "ungated",
+    "guaranteed",
+    "elastic",
+    "elastic + prefix",
+    "elastic + warm first",
+    "elastic + soft hold",
+    "guaranteed + soft hold",
+)
 SWEEP = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0, 1.1, 1.25)
 """Concurrencies of the ungated runs, of what the case's `streams` say."""
 LOAD = 1.1
 """Of what the best ungated concurrency served, in the open loops; BURST_LOAD where calls come in bursts."""
 BURST_LOAD = 0.8
+SESSION_LOADS = (1.1, 1.5)
+WARM_UP, SESSION_SECONDS = 300.0, 2_400.0
+"""Of runs of sessions: until they have grown to their length, and what is measured of an open loop."""
+TURNS = 1_000
+"""Sessions whose mean length says how many begin a second."""
 
 AGENTS = "agents"
 """Whose calls come in sessions; all others are independent."""
@@ -56,6 +75,10 @@ class Case:
     """Calls before and after outputs become three times as long; 0: not played."""
     misread: bool = False
     """Also with wrong counts of prompt tokens."""
+    sharing: tuple[str, ...] = ()
+    """Gates that are played in a closed loop beside GATES."""
+    sessions: bool = False
+    """Sessions are played in open loops."""
 
     @property
     def name(self) -> str:
@@ -72,10 +95,18 @@ CASES = (
     Case("chat", 40_000, 280, 100_000),
     Case("benign", 2_000, 25, 40_000),
     Case("benign", 40_000, 480, 40_000),
-    Case("rag", 8_000, 6, 10_000, others=2_000, arriving=2_000, misread=True),
-    Case("rag", 40_000, 30, 10_000, others=2_000, arriving=2_000),
-    Case("agents", 2_200, 6, 4_000, others=2_000, arriving=0),
-    Case("agents", 40_000, 85, 10_000, others=4_000, arriving=0),
+    Case("rag", 8_000, 6, 10_000, others=2_000, arriving=2_000, misread=True, sharing=SHARING),
+    Case("rag", 40_000, 30, 10_000, others=2_000, arriving=2_000, sharing=SHARING),
+    Case(
+        AGENTS,
+        2_200,
+        6,
+        2_000,
+        others=2_000,
+        arriving=0,
+        sharing=(*SHARING, "elastic + warm first", "elastic + soft hold", "guaranteed + soft hold"),
+    ),
+    Case(AGENTS, 40_000, 60, 4_000, others=4_000, arriving=0, sessions=True),
 )
 SHORT = (
     Case("generous", 2_000, 57, 4_000, others=1_500, arriving=0, burst=40, shift=1_500),
@@ -86,10 +117,13 @@ SHORT = (
 
 def gate_of(name: str, blocks: int, misread: Callable[[Call], int] | None = None) -> Guaranteed | None:
     """None: everything goes to the engine at once."""
+    mode, _, more = name.partition(" + ")
+    if mode not in ("guaranteed", "elastic"):
+        return None
     books = Books(blocks)
-    if name == "guaranteed":
-        return Guaranteed(books)
-    return Elastic(books, books.base, misread) if name == "elastic" else None
+    if more:
+        books = SharingBooks(blocks, warm_first=more != "prefix", soft=more == "soft hold")
+    return Guaranteed(books) if mode == "guaranteed" else Elastic(books, books.base, misread)
 
 
 class Player:
@@ -112,10 +146,13 @@ class Player:
         self._sweep(case)
         best = best_of(self.results, case)
         clients = 3 * best["clients"]
+        if case.sessions:
+            self._sessions(case)
+            return
         if self._wanted(f"{case.name} closed elastic"):
             name = f"{case.name} best {best['clients']}"
             self._try(name, case.calls, lambda n: closed(case, "ungated", best["clients"], n))
-        for gate in GATES:
+        for gate in (*GATES, *case.sharing):
             calls = case.calls if gate == "elastic" else case.others
             self._play(f"{case.name} closed {gate}", calls, lambda n, g=gate: closed(case, g, clients, n))
         rate = best["calls"] / best["seconds"]
@@ -139,6 +176,17 @@ class Player:
                 case.calls,
                 lambda n, o=noise, b=bias: closed(case, "elastic", clients, n, misread=misreader(o, b)),
             )
+
+    def _sessions(self, case: Case) -> None:
+        best = best_of(self.results, case)
+        rate = best["calls"] / best["seconds"]
+        for load in SESSION_LOADS:
+            for gate in SESSION_GATES:
+                self._play(
+                    f"{case.name} sessions {load} {gate}",
+                    1,
+                    lambda _, g=gate, turns=load * rate: opened_sessions(case, g, turns),
+                )
 
     def _sweep(self, case: Case) -> None:
         for factor in SWEEP:
@@ -192,7 +240,7 @@ def closed(
 ) -> Figures:
     world = world_of(case, gate, misread)
     if case.trace == AGENTS:
-        found = world.session_loop(traces.sessions(SEED), clients, calls)
+        found = world.session_loop(traces.sessions(SEED), clients, calls, WARM_UP)
     else:
         found = world.closed_loop(traces.calls(traces.TRACES[case.trace], SEED, shift), clients, calls)
     return {"clients": clients, **figures_of(found)}
@@ -205,6 +253,25 @@ def opened(case: Case, gate: str, per_second: float, calls: int, *, bursts: bool
     source, patience = traces.calls(traces.TRACES[case.trace], SEED), gate in ("guaranteed", "elastic")
     found = world_of(case, gate).open_loop(source, arrivals, calls, patience)
     return {"per_second": per_second, **figures_of(found)}
+
+
+def opened_sessions(case: Case, gate: str, turns_per_second: float) -> Figures:
+    """So many sessions begin that they have so many turns a second."""
+    world, per_second = world_of(case, gate), turns_per_second / mean_turns()
+    arrivals = traces.steady(SEED, per_second)
+    sessions = traces.sessions(SEED)
+    found = world.open_sessions(sessions, arrivals, WARM_UP, SESSION_SECONDS, gate != "ungated")
+    figures = figures_of(found)
+    return {"per_second": per_second, "later": found.later_turns, "broken": found.broken_off, **figures}
+
+
+@cache
+def mean_turns() -> float:
+    """Of a session, if nothing is refused."""
+    lengths = [
+        sum(1 for _ in session) for session, _ in zip(traces.sessions(SEED), range(TURNS), strict=False)
+    ]
+    return sum(lengths) / len(lengths)
 
 
 def misreader(noise: float, bias: float) -> Callable[[Call], int]:

@@ -35,6 +35,15 @@ class Held:
     granted: bool = False
     until: int = 0
     """Up to which output token it holds blocks."""
+    told: bool = False
+    """Past its first token."""
+    shared: int = 0
+    """Blocks of it that are counted once for all who share them; what it holds is the rest."""
+    narrowed: Callable[[], elastic.Path] | None = None
+    """Its path again, once more is shared."""
+    arrived: float = 0.0
+    warm: bool = False
+    """What was said before is kept for it."""
     course: Any = None
     """Of who asked for it."""
 
@@ -71,6 +80,10 @@ class Books:
         self.dropped: list[Held] = []
         """That waited for too long."""
 
+    @property
+    def waiting(self) -> int:
+        return len(self.queue)
+
     def admit(self, held: Held, now: float) -> list[Held]:
         self.queue.append(held)
         return self._dispatch(now) if self.queue[0] is held else []
@@ -83,6 +96,7 @@ class Books:
         return self._dispatch(now)
 
     def grow(self, held: Held, blocks: int, path: elastic.Path, now: float) -> list[Held]:
+        """It holds so many blocks from now on, without those that are shared."""
         assert held.path is not None
         self.used += blocks - held.held
         self._add_path(path, held.path)
@@ -91,14 +105,7 @@ class Books:
         return self._dispatch(now)
 
     def settle(self, held: Held, now: float) -> list[Held]:
-        self.used -= held.held
-        self.full -= held.blocks
-        self.sequences -= 1
-        self.prefill -= held.prefill
-        if held.path is None:
-            self.assured -= held.blocks
-        else:
-            self._add_path((0,) * elastic.POINTS, held.path)
+        self._leave(held)
         return self._dispatch(now)
 
     def _dispatch(self, now: float) -> list[Held]:
@@ -115,19 +122,27 @@ class Books:
         return granted
 
     def _fits(self, held: Held) -> bool:
-        if self.sequences >= SEQUENCES or (self.prefill and self.prefill + held.prefill > PREFILL_TOKENS):
+        return self._has_room(held, 0, self.limit)
+
+    def _has_room(self, held: Held, shared: int, limit: int) -> bool:
+        """With so many of its blocks counted already.  Its path is that of all of them, which is on the safe side."""
+        prefill = max(held.prefill - shared * BLOCK_SIZE, 0)
+        if self.sequences >= SEQUENCES or (self.prefill and self.prefill + prefill > PREFILL_TOKENS):
             return False
         if self.used == 0:
             return True
-        if self.used + held.held > self.limit:
+        if self.used + held.held - shared > limit:
             return False
-        path = held.path or elastic.flat(held.blocks)
-        return self.full + held.blocks <= self.limit or elastic.bound_holds(
-            self.sums, path, self.assured, self.limit, self.base
+        path = held.path or elastic.flat(held.blocks - shared)
+        return self.full + held.blocks - shared <= limit or elastic.bound_holds(
+            self.sums, path, self.assured, limit, self.base
         )
 
     def _take(self, held: Held) -> None:
         held.granted = True
+        self._enter(held)
+
+    def _enter(self, held: Held) -> None:
         self.used += held.held
         self.full += held.blocks
         self.sequences += 1
@@ -136,6 +151,16 @@ class Books:
             self.assured += held.blocks
         else:
             self._add_path(held.path, (0,) * elastic.POINTS)
+
+    def _leave(self, held: Held) -> None:
+        self.used -= held.held
+        self.full -= held.blocks
+        self.sequences -= 1
+        self.prefill -= held.prefill
+        if held.path is None:
+            self.assured -= held.blocks
+        else:
+            self._add_path((0,) * elastic.POINTS, held.path)
 
     def _add_path(self, new: Iterable[int], old: Iterable[int]) -> None:
         self.sums = [total + added - gone for total, added, gone in zip(self.sums, new, old, strict=True)]
@@ -185,6 +210,7 @@ class Elastic(Guaranteed):
         prompt = self._misread(call)
         held.blocks = max(1, -(-(prompt + call.limit - 1) // BLOCK_SIZE))
         held.until, held.held, held.path = self._path(call, prompt, 0)
+        held.narrowed = lambda: self._path(call, prompt - held.shared * BLOCK_SIZE, 0)[2]
         return held
 
     def written(self, held: Held, tokens: int, now: float) -> tuple[int, list[Held]]:
@@ -195,7 +221,8 @@ class Elastic(Guaranteed):
         self._watched[held].advance(tokens, self._news)
         corrected = tokens == 1 and self._misread(call) != call.prompt_tokens
         if corrected or (tokens >= held.until - AHEAD_TOKENS and held.until < call.limit):
-            held.until, blocks, path = self._path(call, call.prompt_tokens, tokens)
+            prompt = call.prompt_tokens - held.shared * BLOCK_SIZE
+            held.until, blocks, path = self._path(call, prompt, tokens)
             granted += self.ledger.grow(held, blocks, path, now)
         age = AGES[min(bucket_of(tokens) + 1, len(AGES) - 1)]
         growth = held.until - AHEAD_TOKENS if held.until < call.limit else 1 << 62

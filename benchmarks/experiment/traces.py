@@ -20,7 +20,7 @@ AGENT_LIMIT = 4_096
 LONGEST_HISTORY = 30_000
 """Of a session: what it would send beyond that ends it.  With its output limit just below 2,200 blocks."""
 THINK_SECONDS = 3.0
-"""Between an answer and the next turn."""
+"""Between an answer and the next turn, on average; at random, as what tools do takes long or not."""
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +38,11 @@ class Call:
         return max(1, -(-(self.prompt_tokens + self.limit - 1) // BLOCK_SIZE))
 
     @property
+    def piece(self) -> tuple[str, int]:
+        """What a RAG prompt begins with as all others do: a name, and blocks."""
+        return "documents", SHARED_TOKENS // BLOCK_SIZE
+
+    @property
     def content(self) -> Content:
         """Of a RAG prompt: the same beginning as all, the rest its own."""
         full, tail = divmod(self.prompt_tokens, BLOCK_SIZE)
@@ -51,6 +56,15 @@ class Turn(Call):
     """Of a session."""
 
     said: Content
+    session: int
+    turn: int
+    """From 0 on."""
+    think: float
+    """Seconds from its end until the next turn."""
+
+    @property
+    def piece(self) -> tuple[str, int]:
+        return "tools", AGENT_TOKENS // BLOCK_SIZE
 
     @property
     def content(self) -> Content:
@@ -121,7 +135,8 @@ def _session(chance: random.Random, session: int, numbers: Iterator[int]) -> Ite
         if prompt_tokens > LONGEST_HISTORY:
             return
         output = _lognormal(chance, 280, 0.7, 50, 1_500)
-        yield Turn(next(numbers), prompt_tokens, output, AGENT_LIMIT, said)
+        think = chance.expovariate(1 / THINK_SECONDS)
+        yield Turn(next(numbers), prompt_tokens, output, AGENT_LIMIT, said, session, turn, think)
         said = _extended(said, [word(place + 1) for place in range(output)])
         fresh = _lognormal(chance, 700, 0.8, 50, 4_000)
 

@@ -8,7 +8,7 @@ from itertools import count
 from benchmarks.experiment.counted import Counted, Served
 from benchmarks.experiment.gates import Books, Guaranteed, Held
 from benchmarks.experiment.mocked import Mocked
-from benchmarks.experiment.traces import THINK_SECONDS, Call
+from benchmarks.experiment.traces import Call, Turn
 from gateway.mock.config import EngineConfig
 
 TTFT_SECONDS = 10.0
@@ -40,6 +40,9 @@ class Found:
     calls: int = 0
     """That ended."""
     dropped: int = 0
+    later_turns: int = 0
+    """Of sessions, after their first; `broken_off`: of these dropped."""
+    broken_off: int = 0
     seconds: float = 0.0
     tokens: int = 0
     preemptions: int = 0
@@ -68,6 +71,20 @@ class Found:
         return 10_000 * self.preemptions / self.calls if self.calls else 0.0
 
 
+@dataclass(slots=True)
+class Before:
+    """What was until the moment from which on a run is measured."""
+
+    until: float = EVER
+    """When that will be; EVER: it was, or all counts."""
+    at: float = 0.0
+    tokens: int = 0
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+    overdrafts: int = 0
+    dropped: int = 0
+
+
 class World:
     """`gate` None: every call goes to the engine at once."""
 
@@ -94,6 +111,7 @@ class World:
         """By whole milliseconds, weighted with the calls that had them."""
         self._last_preemptions = 0
         self._deadline: Callable[[Call], float] = lambda _: EVER
+        self._before = Before()
 
     @property
     def books(self) -> Books | None:
@@ -108,9 +126,12 @@ class World:
             self._submit(next(source))
         return self._run(lambda: self.found.calls >= calls, iter(()))
 
-    def session_loop(self, sessions: Iterator[Iterator[Call]], clients: int, calls: int) -> Found:
-        """So many clients, each of which goes on with its session THINK_SECONDS after an answer, or with a new one."""
-        self._sessions, self._closed = sessions, True
+    def session_loop(
+        self, sessions: Iterator[Iterator[Call]], clients: int, calls: int, warm_up: float = 0.0
+    ) -> Found:
+        """So many clients, each of which goes on with its session when it has thought about an answer, or with a new
+        one.  What comes of so many calls after the `warm_up` in seconds, in which sessions grow to their length."""
+        self._sessions, self._closed, self._before.until = sessions, True, warm_up
         for _ in range(clients):
             self._go_on(next(sessions), self.now)
         return self._run(lambda: self.found.calls >= calls, iter(()))
@@ -126,6 +147,22 @@ class World:
         asked = (at for at, _ in zip(arrivals, range(calls), strict=False))
         return self._run(lambda: False, asked)
 
+    def open_sessions(
+        self,
+        sessions: Iterator[Iterator[Call]],
+        arrivals: Iterator[float],
+        warm_up: float,
+        seconds: float,
+        patience: bool,
+    ) -> Found:
+        """Sessions begin whatever runs, and each ends early with a call that is dropped.  What comes of the `seconds`
+        after the `warm_up`."""
+        self._sessions = sessions
+        if patience:
+            self._deadline = lambda call: self.now + TTFT_SECONDS - self._prefill_seconds(call)
+        self._before.until = warm_up
+        return self._run(lambda: self.now >= warm_up + seconds, arrivals)
+
     def _prefill_seconds(self, call: Call) -> float:
         """Of its prompt beside whatever runs: a step's base time for each part of it, and twice its own."""
         config = self._config
@@ -135,6 +172,9 @@ class World:
     def _run(self, over: Callable[[], bool], arrivals: Iterator[float]) -> Found:
         following, second, use, running = next(arrivals, EVER), 1.0, 0.0, 0.0
         while not over():
+            if self._before.until <= self.now:
+                self._begin_measuring()
+                use = running = 0.0
             following = self._arrive(self.now, following, arrivals)
             milliseconds = self._engine.schedule()
             if not milliseconds:
@@ -163,27 +203,44 @@ class World:
     def _arrive(self, until: float, following: float, arrivals: Iterator[float]) -> float:
         """All that comes until then; returns when the next one of `arrivals` does."""
         while following <= until:
-            self._submit(next(self._source), following)
+            if self._sessions is not None:
+                self._go_on(next(self._sessions), following)
+            else:
+                self._submit(next(self._source), following)
             following = next(arrivals, EVER)
         while self._later and self._later[0][0] <= until:
             at, _, session = heappop(self._later)
             self._go_on(session, at)
         return following
 
+    def _begin_measuring(self) -> None:
+        engine, books = self._engine, self.books
+        self._before = Before(
+            EVER,
+            self.now,
+            engine.generated_tokens,
+            engine.preemptions,
+            engine.recomputed_tokens,
+            0 if self._gate is None else self._gate.ledger.overdrafts,
+            0 if books is None else len(books.dropped),
+        )
+        self.found, self._gaps = Found(), {}
+
     def _sum_up(self, use: float, running: float) -> Found:
-        found, engine = self.found, self._engine
-        found.seconds, found.tokens = self.now, engine.generated_tokens
-        found.preemptions, found.recomputed_tokens = engine.preemptions, engine.recomputed_tokens
+        found, engine, before = self.found, self._engine, self._before
+        found.seconds, found.tokens = self.now - before.at, engine.generated_tokens - before.tokens
+        found.preemptions = engine.preemptions - before.preemptions
+        found.recomputed_tokens = engine.recomputed_tokens - before.recomputed_tokens
         if found.calls < FIRST_CALLS:
-            found.first_preemptions = engine.preemptions
-        found.block_use = use / self.now / self._config.usable_blocks if self.now else 0.0
-        found.running = running / self.now if self.now else 0.0
+            found.first_preemptions = found.preemptions
+        found.block_use = use / found.seconds / self._config.usable_blocks if found.seconds else 0.0
+        found.running = running / found.seconds if found.seconds else 0.0
         if self._gate is not None:
-            found.overdrafts = self._gate.ledger.overdrafts
-            if isinstance(self._gate.ledger, Books):
-                found.dropped = len(self._gate.ledger.dropped) + len(self._gate.ledger.queue) * (
-                    not self._closed
-                )
+            found.overdrafts = self._gate.ledger.overdrafts - before.overdrafts
+        if (books := self.books) is not None:
+            gone = books.dropped[before.dropped :]
+            found.dropped = len(gone) + books.waiting * (not self._closed)
+            found.broken_off = sum(isinstance(held.call, Turn) and held.call.turn > 0 for held in gone)
         found.gap_p99_ms = _percentile(self._gaps, 0.99)
         return found
 
@@ -193,7 +250,10 @@ class World:
         """With its next turn, or with the first of another one."""
         assert self._sessions is not None
         while (call := next(session, None)) is None:
+            if not self._closed:
+                return
             session = next(self._sessions)
+        self.found.later_turns += isinstance(call, Turn) and call.turn > 0
         self._submit(call, at, session)
 
     def _submit(self, call: Call, at: float | None = None, session: Iterator[Call] | None = None) -> None:
@@ -249,7 +309,8 @@ class World:
         if self._gate is not None and course.held is not None:
             self._grant(self._gate.ended(course.held, self.now))
         if course.session is not None:
-            heappush(self._later, (self.now + THINK_SECONDS, next(self._numbers), course.session))
+            assert isinstance(course.call, Turn)
+            heappush(self._later, (self.now + course.call.think, next(self._numbers), course.session))
         elif self._closed and (call := next(self._source, None)) is not None:
             self._submit(call)
 
