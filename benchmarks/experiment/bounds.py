@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from benchmarks.experiment.cells import Case, Results, part_of_best
+from benchmarks.experiment.cells import Case, Figures, Results, best_of, part_of_best
 
 EPISODE_CALLS = 3_000
 """After a shift, and a start, in which calls may be preempted."""
@@ -45,8 +45,15 @@ THROUGHPUT: dict[tuple[str, int], tuple[float, float]] = {
     ("benign", 40_000): (0.95, 1),
     ("benign", 2_000): (0.95, 1),
 }
-"""Of the elastic mode: part of the best ungated throughput at least, preemptions in 10,000 calls at most.  Of agents
-nothing is asked: what they lose are histories in the prefix cache, which no gate of this kind protects."""
+"""Of the elastic mode: part of the best ungated throughput at least, preemptions in 10,000 calls at most."""
+SESSIONS_PART = 0.95
+"""Of sessions whose ends are kept: part of the best ungated throughput, and of its good answers, at least."""
+BROKEN_OFF = {"1.1": 1, "1.5": 4}
+"""By load: of their turns after the first so many in a hundred are refused at most."""
+PREFIX_PART = 0.99
+"""Of RAG with whole demands, what all share counted once."""
+UNHARMED = 0.99
+"""On a replica that is too small for a soft hold: of what it does without."""
 
 
 def bounds(results: Results, case: Case, slack: float = 0.0) -> Iterator[Bound]:
@@ -73,16 +80,52 @@ def bounds(results: Results, case: Case, slack: float = 0.0) -> Iterator[Bound]:
     guaranteed = [
         figures
         for name, figures in results.items()
-        if name.startswith(case.name + " ") and name.endswith(" guaranteed")
+        if name.startswith(case.name + " ") and " guaranteed" in name
     ]
     if guaranteed:
         found, calls = (sum(figures[name] for figures in guaranteed) for name in ("preemptions", "calls"))
         yield Bound(f"{case.name}: guaranteed, preemptions", found, most=0, calls=calls)
+    yield from _sharing(results, case)
     yield from _bursts(results, case)
     yield from _shift(results, case)
     if figures := results.get(f"{case.name} real books"):
         what = f"{case.name}: grants that the real books gave otherwise, of {figures['grants']:,}"
         yield Bound(what, figures["differ"], most=0, calls=figures["calls"])
+
+
+def _sharing(results: Results, case: Case) -> Iterator[Bound]:
+    if (figures := results.get(f"{case.name} closed guaranteed + prefix")) and case.trace == "rag":
+        part = part_of_best(results, case, figures)
+        what = f"{case.name}: guaranteed, shared prefix once, throughput, of the best ungated"
+        yield Bound(what, part, least=PREFIX_PART, calls=figures["calls"])
+    for mode, without in (("guaranteed", "prefix"), ("elastic", "warm first")):
+        hold = results.get(f"{case.name} closed {mode} + soft hold")
+        none = results.get(f"{case.name} closed {mode} + {without}")
+        if hold and none:
+            part = hold["tokens_per_second"] / none["tokens_per_second"]
+            what = f"{case.name}: {mode}, soft hold, throughput, of that without"
+            yield Bound(what, part, least=UNHARMED, calls=hold["calls"])
+    for load, most in BROKEN_OFF.items():
+        if figures := results.get(f"{case.name} sessions {load} elastic + soft hold"):
+            yield from _sessions(
+                f"{case.name}: load {load}, elastic, soft hold", figures, most, best_of(results, case)
+            )
+
+
+def _sessions(what: str, figures: Figures, most: float, best: Figures) -> Iterator[Bound]:
+    calls = figures["calls"]
+    part = figures["tokens_per_second"] / best["tokens_per_second"]
+    yield Bound(f"{what}, throughput, of the best ungated", part, least=SESSIONS_PART, calls=calls)
+    part = good_per_second(figures) / good_per_second(best)
+    yield Bound(f"{what}, good answers, of the best ungated", part, least=SESSIONS_PART, calls=calls)
+    broken = 100 * figures["broken"] / max(figures["later"], 1)
+    yield Bound(f"{what}, turns after the first refused, in 100", broken, most=most, calls=calls)
+    preempted = 10_000 * figures["preemptions"] / calls
+    yield Bound(f"{what}, preemptions in 10,000", preempted, most=1, calls=calls)
+
+
+def good_per_second(figures: Figures) -> float:
+    return float(figures["good"] / figures["seconds"])
 
 
 def _bursts(results: Results, case: Case) -> Iterator[Bound]:

@@ -43,7 +43,7 @@ LOAD = 1.1
 """Of what the best ungated concurrency served, in the open loops; BURST_LOAD where calls come in bursts."""
 BURST_LOAD = 0.8
 SESSION_LOADS = (1.1, 1.5)
-WARM_UP, SESSION_SECONDS = 300.0, 2_400.0
+WARM_UP, SESSION_SECONDS = 300.0, 1_500.0
 """Of runs of sessions: until they have grown to their length, and what is measured of an open loop."""
 TURNS = 1_000
 """Sessions whose mean length says how many begin a second."""

@@ -1,4 +1,5 @@
-"""`docs/utilisation.md`: its tables are made of `docs/utilisation.json`, its picture is played when it is drawn."""
+"""`docs/utilisation.md` and the tables of `docs/prefixes.md`, made of `docs/utilisation.json`; its picture is played
+when it is drawn."""
 
 import json
 import re
@@ -6,11 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.experiment import traces
-from benchmarks.experiment.bounds import Bound, bounds
+from benchmarks.experiment.bounds import Bound, bounds, good_per_second
 from benchmarks.experiment.cells import (
     CASES,
     GATES,
     SEED,
+    SESSION_GATES,
+    SESSION_LOADS,
     Case,
     Figures,
     Results,
@@ -22,7 +25,16 @@ from benchmarks.experiment.traces import Call
 from benchmarks.experiment.world import World
 from gateway.loadtest.plots import Box, Line, Mark, Plot, stacked
 
+DOCUMENTS = ("utilisation.md", "prefixes.md")
 OPEN_GATES = ("ungated", "watermark .05", "guaranteed", "elastic")
+SHARED_GATES = (
+    "guaranteed",
+    "guaranteed + prefix",
+    "guaranteed + soft hold",
+    "elastic",
+    "elastic + prefix",
+    "elastic + soft hold",
+)
 DRAWN = Case("generous", 16_000, 450, 0)
 DRAWN_SECONDS, DRAWN_SHIFT, DRAWN_CLIENTS = 480, 240, 1_300
 _PLACE = re.compile(r"<!-- (\w+) -->\n.*?<!-- end -->", re.DOTALL)
@@ -31,8 +43,9 @@ _PLACE = re.compile(r"<!-- (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 def write_document(docs: Path, results: Results) -> None:
     """Into the places that the document has for them; what was not played has no row."""
     (docs / "utilisation.json").write_text(json.dumps(results, indent=0) + "\n")
-    document = docs / "utilisation.md"
-    document.write_text(filled(document.read_text(), results))
+    for name in DOCUMENTS:
+        document = docs / name
+        document.write_text(filled(document.read_text(), results))
     (docs / "utilisation.svg").write_text(picture())
 
 
@@ -49,6 +62,11 @@ def tables(results: Results) -> dict[str, str]:
         "bursts": _table(("", *OPEN_GATES), _bursts(results)),
         "shift": _table(("", *OPEN_GATES), _shift(results)),
         "misread": _table(("", "preemptions in 10,000", "throughput", "calls"), _misread(results)),
+        "sharing": _table(("", "best ungated", *SHARED_GATES), _sharing(results)),
+        "sessions": _table(
+            ("", *(f"load {load}" for load in SESSION_LOADS)),
+            _sessions(results),
+        ),
         "bounds": _table(("", "bound", "found", "calls"), map(_bound_row, all_bounds(results))),
     }
 
@@ -99,6 +117,35 @@ def _throughput(results: Results) -> Iterator[list[str]]:
             f"{best['tokens_per_second']:,.0f} ({best['clients']}) / {_per_10k(best)}",
             *cells,
         ]
+
+
+def _sharing(results: Results) -> Iterator[list[str]]:
+    def cell(case: Case, figures: Figures) -> str:
+        part = part_of_best(results, case, figures)
+        return f"{part:.2f} / {_per_10k(figures)} / {figures['block_use']:.2f}"
+
+    for case, cells in _of_gates(results, "closed", SHARED_GATES, cell):
+        if case.sharing:
+            best = best_of(results, case)
+            yield [_case(case), f"{best['tokens_per_second']:,.0f} ({best['clients']})", *cells]
+
+
+def _sessions(results: Results) -> Iterator[list[str]]:
+    """A row for each gate: of sessions there is one case."""
+    for case in CASES:
+        for gate in SESSION_GATES if case.sessions else ():
+            found = [results.get(f"{case.name} sessions {load} {gate}") for load in SESSION_LOADS]
+            if any(found):
+                yield [gate, *(_session_cell(results, case, figures) if figures else "" for figures in found)]
+
+
+def _session_cell(results: Results, case: Case, figures: Figures) -> str:
+    best = best_of(results, case)
+    part = figures["tokens_per_second"] / best["tokens_per_second"]
+    good = good_per_second(figures) / good_per_second(best)
+    broken = 100 * figures["broken"] / max(figures["later"], 1)
+    ttft = f"{figures['ttft_p50']:.1f}, {figures['ttft_p99']:.1f}"
+    return f"{part:.2f} / {good:.2f} / {broken:.1f} % / {ttft} / {_per_10k(figures)}"
 
 
 def _waste(results: Results) -> Iterator[list[str]]:
