@@ -30,6 +30,8 @@ REQUEST_BYTES_MAX = 1 << 16
 IMPORTED = ("gateway.cli", "gateway.serve", "gateway.mock.serve", "gateway.mock.server")
 CAN_FORK = sys.platform == "linux"
 """Elsewhere processes are started as usual: what they import there has threads."""
+_PATH = os.environ.get("PYTHONPATH")
+"""One with another is started as usual, too: its test has it import something else."""
 
 
 class Forked:
@@ -97,7 +99,7 @@ def start(
     arguments: Sequence[str], stdout: int, stderr: int, env: Mapping[str, str], *, new_session: bool = False
 ) -> Process:
     """`kvgate` with these arguments; the descriptors stay the caller's."""
-    if CAN_FORK:
+    if CAN_FORK and env.get("PYTHONPATH") == _PATH:
         return Forked(arguments, stdout, stderr, env, new_session)
     command = [sys.executable, "-m", "gateway", *arguments]
     return subprocess.Popen(command, stdout=stdout, stderr=stderr, env=env, start_new_session=new_session)
