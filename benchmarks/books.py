@@ -116,7 +116,7 @@ class Fleet:
         key, lane = f"key-{self._random.randrange(keys)}", self._random.choice(("short", "long"))
         return [
             "A", id_, key, "normal", lane, BLOCKS, 1, 300, 40, UNLIMITED, 1, -1, -1, -1, UNLIMITED, UNLIMITED,
-            [], [], [], "", "", 0, -1, 0, "", 0, [],
+            [], [], [], "", "", 0, -1, 0, "", 0, "",
         ]  # fmt: skip
 
     def fill(self, owner: str, calls: int) -> list[str]:

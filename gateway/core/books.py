@@ -1976,7 +1976,7 @@ def _is_by_path(call: Call, replica: Replica) -> bool:
 
 
 def _prefix(packed: Sequence[Any]) -> Prefix:
-    return msgspec.convert(packed, Prefix)
+    return msgspec.convert(packed, Prefix) if packed else Prefix()
 
 
 def _place_told(call: Call) -> Any:

@@ -193,7 +193,7 @@ class Ask:
             list(self.exclude), quota.arguments(a.charges) if a.charges else [], self._fingerprint(), a.once,
             0 if self.queued else a.standing, self.held, self.base,
             path_argument(self.path) if self.path else "", int(a.promised),
-            [a.block_size, a.segments] if a.segments else [],
+            [a.block_size, a.segments] if a.segments else "",
         ]  # fmt: skip
         self._ledger.channel.admit(arguments, partial(self._on_admit, self.id))
 

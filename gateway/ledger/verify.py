@@ -291,7 +291,7 @@ def _record(kind: str, name: str, packed: bytes, type_: type[T]) -> T:
     """One record with its types checked.  Raises ValueError or msgspec.MsgspecError."""
     row = decode_record(kind, packed)
     if kind == "call":
-        row |= {"id": name, "class_": row.pop("class")}
+        row |= {"id": name, "class_": row.pop("class"), "prefix": row["prefix"] or ()}
     if kind == "replica":
         row["name"] = name
     return msgspec.convert(row, type_)

@@ -14,7 +14,7 @@
 -- fingerprint, '' = none.  standing: 1 = it may wait only in a place that was left, 2 = it comes back when it was asked
 -- to, 0 = as others.  held, base, path: what it is to hold at first (-1 = all) and later, where it is charged by its path
 -- ('' = nowhere).  promised: 1 = the guarantee.  prefix: block size, and {id, blocks} of each segment with which the prompt
--- begins; {} = it shares nothing.
+-- begins; '' = it shares nothing.
 -- grant place missing_us... | ticket position wait_ms missing_us... | fingerprint: ask again with it |
 -- refused code knob measured limit retry_ms
 

@@ -12,7 +12,8 @@ function first_token.run(owner, id)
   local call = owners.mine(owner, id)
   if not owners.holds(call) then return {'gone'} end
   reserve.claim(id, call)
-  reserve.end_prefill(id, call)
+  if call.prefilling > 0 then reserve.end_prefill(id, call) end
+  if not prefixes.any(call) then return {'ok'} end
   reserve.compute(id, call)
-  return {'ok', prefixes.any(call) and prefixes.joined(call) or nil}
+  return {'ok', prefixes.joined(call)}
 end

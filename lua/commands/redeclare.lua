@@ -40,7 +40,7 @@ function redeclare.run(owner, id, name, key, class, lane, blocks, sequences, pre
     if known.replica ~= name then return {'error', 'declared on another replica'} end
     reserve.claim(id, known)
     reserve.recount(id, known, held, base, path)
-    if prefill == 0 then reserve.end_prefill(id, known) end
+    if prefill == 0 and known.prefilling > 0 then reserve.end_prefill(id, known) end
     if prefixes.is_computed(prefix) then reserve.compute(id, known) end
     return {'same'}
   end

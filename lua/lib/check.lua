@@ -67,6 +67,7 @@ end
 -- are in nodes, and 1 where it is past its first token; or nothing.
 function check.prefix(op, i, blocks)
   local prefix, sum = op[i], 0
+  if prefix == '' then return end
   if type(prefix) ~= 'table' then refuse(i, 'a list') end
   if #prefix == 0 then return end
   local segments = prefix[2]

@@ -61,7 +61,8 @@ end
 -- All but the blocks; shared: those that it shares there.
 local function fits_besides(id, call, replica, shared)
   return (replica.sequences + call.sequences <= replica.sequences_max or replica.sequences == 0)
-    and (replica.prefill + prefixes.prefill(call, shared) <= replica.prefill_max or replica.prefill == 0)
+    and (replica.prefill == 0
+      or replica.prefill + (shared == 0 and call.prefill or prefixes.prefill(call, shared)) <= replica.prefill_max)
     and (replica.held_for == '' or replica.held_for == id)
     and placement.could_run(call, replica)
 end

@@ -96,9 +96,12 @@ end
 
 -- state: 'unclaimed' or 'reserved'.  Its prefix says which nodes it is in.
 function reserve.take(id, call, replica, state)
-  prefixes.enter(call, replica)
+  call.prefilling, call.replica, call.pool, call.state = call.prefill, replica.name, replica.pool, state
+  if prefixes.any(call) then
+    prefixes.enter(call, replica)
+    call.prefilling = prefixes.prefilling(call)
+  end
   elastic.count(call, replica)
-  call.prefilling, call.replica, call.pool, call.state = prefixes.prefilling(call), replica.name, replica.pool, state
   replica.sequences = replica.sequences + call.sequences
   replica.prefill = replica.prefill + call.prefilling
   books.store_replica(replica)
@@ -124,7 +127,6 @@ end
 
 -- Its prompt is computed: its share of the prefill budget is given back.
 function reserve.end_prefill(id, call)
-  if call.prefilling == 0 then return end
   local replica = books.replicas[call.replica]
   replica.prefill = replica.prefill - call.prefilling
   books.store_replica(replica)
@@ -134,9 +136,8 @@ function reserve.end_prefill(id, call)
   books.meta.dirty = 1
 end
 
--- And others may share what it begins with.
+-- And others may share what it begins with, where it says so.
 function reserve.compute(id, call)
-  if not prefixes.any(call) then return end
   prefixes.compute(call, books.replicas[call.replica])
   rows.store(records.calls, id, call)
 end

@@ -156,6 +156,23 @@ class BooksMachine(RuleBasedStateMachine):
         for ops in parts:
             self.send((owner, ops))
 
+    @rule(batches=sent(traffic.successions), restarts=st.sampled_from((None, None, 2, 3, 4, 5)))
+    def succeed(self, batches: tuple[str, list[list[Op]]], restarts: int | None) -> None:
+        """The engines are restarted before the batch of that number, where there is one."""
+        owner, parts = batches
+        for at, ops in enumerate(parts):
+            if at == restarts and self.world.start.caches:
+                self._restart_engines()
+            self.send((owner, ops))
+
+    def _restart_engines(self) -> None:
+        for name, capacity in sorted(self.world.books.capacities.items()):
+            cache = self.world.books.replicas[name].cache % 5 + 1
+            self.twin.seat(self.world.now, capacity.scraper, name)
+            self.twin.learn(
+                self.world.now, capacity.scraper, name, capacity.number + 1, [-1, -1, -1], "", cache
+            )
+
     @rule(batch=sent(traffic.mixtures), malformed=st.sampled_from(traffic.MALFORMED))
     def spoil(self, batch: tuple[str, list[Op]], malformed: Op) -> None:
         """One op of the batch is malformed."""

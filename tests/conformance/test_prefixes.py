@@ -262,6 +262,15 @@ def test_more_that_is_shared_goes_before_a_preference(store_client: Client) -> N
     assert fleet.step(fleet.admit(20, prefer=["r2"]))[0][1] == "r2"
 
 
+def test_what_is_computed_without_what_is_before_it_is_not_shared(store_client: Client) -> None:
+    """The second segment is held on one replica, the first on the other."""
+    fleet = Fleet(store_client, GUARANTEED, GUARANTEED)
+    fleet.run(45, A, exclude=["r1"])
+    fleet.run(25, B, exclude=["r0"])
+    assert fleet.step(fleet.admit(62, A, B, exclude=["r0"]))[0][1] == ["r1", 0, CACHE]
+    assert fleet.used("r1") == 87
+
+
 @pytest.mark.parametrize("leaves", ["move", "lease", "settle"])
 def test_a_reference_goes_with_its_call(store_client: Client, leaves: str) -> None:
     """Also of one that had no first token."""

@@ -619,4 +619,10 @@ TESTED_MUTANTS: dict[str, TestedMutant] = {
         "call.sequences <= replica.sequences_max and keeps_promise(call, replica)\nend",
         ("tests/integration/test_capacity.py",),
     ),
+    "what is before a segment is not looked at": TestedMutant(
+        "lua/lib/prefixes.lua",
+        "(gains.runs[name] or 0) == i - 1",
+        "(gains.runs[name] or 0) <= i - 1",
+        ("tests/conformance/test_prefixes.py",),
+    ),
 }

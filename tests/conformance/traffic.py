@@ -388,6 +388,40 @@ def herds(draw: DrawFn, world: World, owner: str) -> list[Op]:
 
 
 @st.composite
+def successions(draw: DrawFn, world: World, owner: str) -> list[list[Op]]:
+    """Calls that begin alike come one after the other, small ones in empty books at times: the first is computed, then
+    some are computed, leave, or move, and more come."""
+    key, class_, lane = draw(admits(world))[2:5]
+    chain = draw(st.sampled_from(chains(world.limit)[:6]))
+    blocks = sum(blocks for _, blocks in chain) + 1
+    terms = [1, draw(st.sampled_from((0, 600))), blocks, 0, *world.policies[key], 0, 0]
+    where = draw(st.sampled_from(([], ["r0"], ["r0", "r2"])))
+    prefix = fitting([16, chain], blocks) if world.start.caches else []
+
+    def call() -> Op:
+        id_ = world.new_id()
+        return ["A", id_, key, class_, lane, blocks, *terms, [], where, [], "", "", 0, *IN_FULL[:4], prefix]
+
+    first, second, third = call(), call(), call()
+    ends = st.sampled_from(
+        ([], [["S", first[1], -1, -1, [], ""]], [["M", first[1], ["r0", "r1", "r2", "r3"]]])
+    )
+    computes = st.sampled_from(
+        ([], [["F", second[1]]], [["F", second[1]], ["F", third[1]]], [["F", third[1]]])
+    )
+    clearance = draw(st.sampled_from(([], draw(clearances(world, owner)))))
+    return [
+        [*clearance, first],
+        [["F", first[1]]] if draw(st.sampled_from((True, True, False))) else [],
+        [second],
+        draw(ends),
+        [third],
+        draw(computes),
+        [["S", second[1], -1, -1, [], ""]],
+    ]
+
+
+@st.composite
 def computations(draw: DrawFn, world: World, owner: str) -> list[Op]:
     """First tokens of calls that say how their prompts begin, of all of them or a few."""
     held = [c for c in world.calls(owner, "reserved", "unclaimed") if c.prefix.segments]

@@ -319,7 +319,7 @@ def _row(record: Any, kind: str) -> dict[str, Any]:
         value = getattr(record, "class_" if name == "class" else name)
         row[name] = list(value) if isinstance(value, tuple) else value
         if isinstance(value, Prefix):
-            row[name] = msgspec.json.decode(msgspec.json.encode(value)) if value.segments else []
+            row[name] = msgspec.json.decode(msgspec.json.encode(value)) if value.segments else ""
     return row
 
 
