@@ -38,6 +38,7 @@ class Engine:
         self.trouble_share = 0.0
         """Of calls that fail."""
         self.hangs = False
+        self.started_at = 1.0
         self.process = Process(name)
         self.connections: dict[EngineConnection, None] = {}
         self.random = random.Random(seed)
@@ -54,6 +55,8 @@ class Engine:
             self.network.cut(connection)
 
     def start(self) -> None:
+        """Another process, with another cache."""
+        self.started_at += 1.0
         self.listener.refuses = False
 
     def trouble(self) -> str:

@@ -25,6 +25,7 @@ from gateway.upstream.engines import FleetPlan, WatchedEngines
 from gateway.upstream.fleet import ReplicaShape, ReplicaSpec, ReplicaState
 from gateway.upstream.limits import UpstreamLimits
 from tests.flow.world import WordCounter
+from tests.sim.beginnings import Beginnings
 from tests.sim.engines import BLOCK_SIZE, Engine
 from tests.sim.growth import Growth
 from tests.sim.loop import Process, VirtualLoop
@@ -101,9 +102,10 @@ class Ledger(ValkeyLedger):
     """Notes for which reservation the call's task works from now on."""
 
     growth: Growth
+    beginnings: Beginnings
 
     def open(self, admission: Admission, lost: Lost) -> Ask:
-        ask = super().open(self.growth.weighted(admission), lost)
+        ask = super().open(self.beginnings.of(self.growth.weighted(admission)), lost)
         CHARGED_TO.set(ask)
         return ask
 
@@ -129,9 +131,10 @@ class Gateway:
 
     def __init__(
         self, name: str, engines: Sequence[Engine], runs: Runs, observe: Callable[["Gateway", Fact], None],
-        seed: str, queue_max: int, on_lease_lost: str, loop: VirtualLoop, metered: bool,
+        seed: str, queue_max: int, on_lease_lost: str, loop: VirtualLoop, metered: bool, shares: bool,
     ) -> None:  # fmt: skip
-        """`metered`: its calls grow by what their engines report, in pools of which all engines have one mode."""
+        """`metered`: its calls grow by what their engines report, in pools of which all engines have one mode.
+        `shares`: they begin alike."""
         self.name = name
         self.process = Process(name)
         self.calls = Calls()
@@ -150,6 +153,7 @@ class Gateway:
             keep_lost=on_lease_lost == "keep",
         )  # fmt: skip
         self.ledger.growth = Growth(engines, seed, metered)
+        self.ledger.beginnings = Beginnings(engines, seed, shares)
         self.client = Client(self, runs)
         self.app = self._edge(random.Random(seed), queue_max)
 
@@ -186,6 +190,7 @@ class Gateway:
 
     def start(self) -> None:
         self._tasks = [self.run(self.ledger.run()), self.run(self.calls.watch_writes())]
+        self._tasks.append(self.run(self.ledger.beginnings.read(self.ledger.seats)))
         self._tasks.append(self.run(self.ledger.growth.go_on(lambda: list(self.ledger._asks.values()))))
 
     def visit(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:

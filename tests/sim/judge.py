@@ -218,11 +218,15 @@ class Judge:
             del self.runs[run]
 
     def _judge_room(self, replica: str) -> None:
-        """Where every call is charged in full: else more may run than fit at their limits."""
+        """Where every call is charged in full: else more may run than fit at their limits.  What calls begin with is
+        in the engine once."""
         if replica in self.store.books.replicas and self.store.books.replicas[replica].mode != GUARANTEED:
             return
         running = [run for run in self.runs if run.replica == replica]
-        counted = sum(run.blocks for run in running if not run.excused and not run.undeclared)
+        judged = [run for run in running if not run.excused and not run.undeclared]
+        begun = [segment for run in judged for segment in run.ask.admission.segments]
+        once = {segment.id: segment.blocks for segment in begun}
+        counted = sum(run.blocks for run in judged) - sum(s.blocks for s in begun) + sum(once.values())
         limit = self.store.books.replicas[replica].limit if replica in self.store.books.replicas else 0
         if counted > limit > 0:
             told = ", ".join(f"{run.id} of {run.gateway}: {run.blocks}" for run in running)
@@ -413,6 +417,10 @@ class Judge:
             )
             self.facts["charged by path"] += call.elastic
             self.facts["charged in full"] += not call.elastic
+            self.facts["segments shared"] += call.prefix.joined
+            drifted = ask.shared != call.prefix.shared
+            what = f"says that {ask.id} shares {ask.shared} blocks, and the store does not"
+            self._must_not_last(drifted, PROMPT_SECONDS, gateway, what)
 
     def _must_not_last(self, is_so: bool, seconds: float, gateway: Gateway, what: str) -> None:
         if not is_so:
@@ -509,6 +517,7 @@ def snapshot_of(books: Books) -> Snapshot:
         indexes=_indexes(books, flows),
         place_ends={place.member: place.end for place in books.places},
         once={call.once: id_ for id_, call in calls.items() if call.once},
+        nodes=books.nodes.nodes,
     )
 
 

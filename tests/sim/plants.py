@@ -7,6 +7,7 @@ from typing import Any
 from unittest import mock
 
 from gateway.core.books import Books, Call, Replica
+from gateway.core.nodes import Nodes, Prefix
 from gateway.ledger.channel import Channel
 from gateway.ledger.keeper import Keeper
 from gateway.ledger.reservation import Ask, Phase
@@ -278,4 +279,23 @@ def timer_forgotten() -> Iterator[None]:
             ask._disarm()
 
     with _replaced(Ask, "_wait_in_queue", untimed):
+        yield
+
+
+@plant
+def reference_kept_at_settle() -> Iterator[None]:
+    """Who leaves a replica stays in the nodes that it shared there."""
+
+    def keeping(_: Nodes, prefix: Prefix, replica: str) -> int:
+        prefix.leave()
+        return 0
+
+    with _replaced(Nodes, "leave", keeping):
+        yield
+
+
+@plant
+def sharing_is_not_declared() -> Iterator[None]:
+    """After a lost store or lease a call is charged in full, and its process believes that it shares."""
+    with _replaced(Ask, "_prefix", lambda _: []):
         yield

@@ -23,7 +23,14 @@ def test_a_world_goes_the_same_way_twice() -> None:
 
 
 @pytest.mark.parametrize(
-    "plant", ["lost-wake", "lost-grant", "settle-lost-when-cancelled", "path-kept-at-settle"]
+    "plant",
+    [
+        "lost-wake",
+        "lost-grant",
+        "settle-lost-when-cancelled",
+        "path-kept-at-settle",
+        "reference-kept-at-settle",
+    ],
 )
 def test_a_planted_fault_is_found(plant: str) -> None:
     with PLANTS[plant]():

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from unittest import mock
 
 from gateway.core.elastic import ELASTIC, SHARED
+from tests.sim.beginnings import SHARED_SHARE
 from tests.sim.chaos import Chaos
 from tests.sim.clients import Crowd
 from tests.sim.engines import Engine
@@ -71,6 +72,7 @@ class World:
             of_pools = {engine.pool: modes.choice((ELASTIC, SHARED)) for engine in self.engines}
             for engine in self.engines:
                 engine.mode = of_pools[engine.pool]
+        self._shares = random.Random(f"beginnings {seed}").random() < SHARED_SHARE
         share = pick.choice(TROUBLE_SHARES)
         for engine in self.engines:
             engine.trouble_share = share
@@ -87,7 +89,7 @@ class World:
         number = len(self.gateways)
         gateway = Gateway(
             f"gateway{number}", self.engines, self.judge.began, self.judge.observe, f"gateway {number} {self._seed}",
-            self._queue_max, self._on_lease_lost, self.loop, self._metered,
+            self._queue_max, self._on_lease_lost, self.loop, self._metered, self._shares,
         )  # fmt: skip
         self.gateways.append(gateway)
         self.judge.add(gateway)
