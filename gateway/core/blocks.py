@@ -35,13 +35,14 @@ def demand_blocks(
 
     With `share_prompt_of_n` the sequences of one prompt hold its full blocks once: `s + n x (blocks - s)`
     with `s = (p - 1) // block_size`, as an engine computes a prompt's last token anew and so never shares its
-    block.  The blocks of several prompts are never shared.
+    block.  Where it decodes speculatively that is one less: EAGLE and its descendants compute the last block anew that
+    they find (`find_longest_cache_hit` of vLLM 0.32).  The blocks of several prompts are never shared.
     """
     length_max, size, ahead = shape.max_model_len, shape.block_size, shape.speculative_tokens
     beside = -(-shape.encoder_tokens // size) if shape.encoder_tokens else 0
     each = [beside + sequence_blocks(p, output_tokens, length_max, size, ahead) for p in prompts]
     if share_prompt_of_n and len(prompts) == 1:
-        shared = min((prompts[0] - 1) // shape.block_size, each[0])
+        shared = max(min((prompts[0] - 1) // size, each[0]) - (ahead > 0), 0)
         return shared + per_prompt * (each[0] - shared)
     return per_prompt * sum(each)
 

@@ -118,8 +118,12 @@ class FleetShape:
 
     @cached_property
     def prefix_block_size(self) -> int:
-        """Tokens of a block of the beginnings that are shared; 0 = none are."""
-        if not self.share_prefixes or self.encoder_tokens:
+        """Tokens of a block of the beginnings that are shared; 0 = none are.
+
+        Not where engines decode speculatively: with EAGLE each sequence has a copy of its own of the last block that it
+        finds, and where that is depends on whatever else is in the cache.
+        """
+        if not self.share_prefixes or self.encoder_tokens or self.speculative_tokens:
             return 0
         caching = any(pool.prefix_caching for pool in self.pools)
         sizes = {pool.block_size for pool in self.pools}

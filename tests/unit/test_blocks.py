@@ -58,6 +58,14 @@ def test_a_block_aligned_prompt_shares_all_but_the_block_of_its_last_token() -> 
     assert demand_blocks([256], 16, 512, SHAPE, share_prompt_of_n=True) == 279
 
 
+def test_who_decodes_speculatively_shares_a_block_less() -> None:
+    """EAGLE computes the last block anew that it finds; of a prompt of one block nothing is left."""
+    eagle = BlockShape(4096, 16, speculative_tokens=1)
+    each = -(-(256 + 512) // 16)
+    assert demand_blocks([256], 16, 512, eagle, share_prompt_of_n=True) == 14 + 16 * (each - 14)
+    assert demand_blocks([10], 2, 10, eagle, share_prompt_of_n=True) == 2 * 2
+
+
 def test_list_prompts_are_never_shared() -> None:
     assert demand_blocks([256, 256], 16, 512, SHAPE, share_prompt_of_n=True) == 2 * 16 * 24
 

@@ -291,6 +291,7 @@ async def test_the_real_watch_knows_its_replicas_before_they_answer() -> None:
         ({}, {}, {}, 0),
         ({"prefix_caching": True}, {"prefix_caching": True}, {"share_prefixes": False}, 0),
         ({"prefix_caching": True}, {"prefix_caching": True}, {"encoder_tokens": 1500}, 0),
+        ({"prefix_caching": True}, {"prefix_caching": True}, {"speculative_tokens": 1}, 0),
         ({"prefix_caching": True}, {"prefix_caching": True, "block_size": 32}, {}, 0),
     ],
 )
@@ -298,7 +299,9 @@ def test_beginnings_are_shared_where_an_engine_keeps_them(
     short: dict[str, Any], long: dict[str, Any], changes: dict[str, Any], size: int
 ) -> None:
     watch = Watch(("s0", "short"), ("l0", "long"))
-    made = WatchedEngines(plan(**{"share_prefixes": True, **changes}), cast(FleetWatch, watch))
+    made = WatchedEngines(
+        plan(**{"share_prefixes": True, "speculative_tokens": 0, **changes}), cast(FleetWatch, watch)
+    )
     assert made.shape().prefix_block_size == 0, "nothing is known yet"
     watch.set("s0", **short)
     watch.set("l0", **long)
