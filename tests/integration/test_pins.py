@@ -72,7 +72,7 @@ def thrash_until(gateway: GatewayProcess, done: Callable[[], object], what: str)
             found.append(use(gateway, number))
         return done()
 
-    wait_until(once, what, 60)
+    wait_until(once, what, 90)
     return found
 
 
