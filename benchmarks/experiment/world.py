@@ -6,9 +6,10 @@ from heapq import heappop, heappush
 from itertools import count
 
 from benchmarks.experiment.counted import Counted, Served
-from benchmarks.experiment.gates import Books, Guaranteed, Held
+from benchmarks.experiment.gates import PREFILL_MIN, Books, Guaranteed, Held
 from benchmarks.experiment.mocked import Mocked
 from benchmarks.experiment.traces import Call, Turn
+from gateway.core.prefill import PrefillTimes, wait_for_first_token_ms
 from gateway.mock.config import EngineConfig
 
 TTFT_SECONDS = 10.0
@@ -16,6 +17,7 @@ GAP_MS = 100.0
 FIRST_CALLS = 1_000
 """That a cold start is judged by."""
 EVER = float("inf")
+REPLICA = "r"
 
 
 @dataclass(slots=True, eq=False)
@@ -28,6 +30,8 @@ class Course:
     held: Held | None = None
     session: Iterator[Call] | None = None
     """What its client does next."""
+    started: float = 0.0
+    """When the engine got it."""
     slow: int = 0
     """Steps over GAP_MS before its first token."""
     ttft: float = -1.0
@@ -110,7 +114,8 @@ class World:
         self._gaps: dict[int, int] = {}
         """By whole milliseconds, weighted with the calls that had them."""
         self._last_preemptions = 0
-        self._deadline: Callable[[Call], float] = lambda _: EVER
+        self._patient = True
+        self._times = PrefillTimes()
         self._before = Before()
 
     @property
@@ -141,9 +146,7 @@ class World:
     ) -> Found:
         """Calls arrive whatever runs, until so many came and all are gone.  With patience TTFT_SECONDS is all that a
         call waits for a place, less what its prompt takes then; without a gate it waits for ever."""
-        self._source = source
-        if patience:
-            self._deadline = lambda call: self.now + TTFT_SECONDS - self._prefill_seconds(call)
+        self._source, self._patient = source, not patience
         asked = (at for at, _ in zip(arrivals, range(calls), strict=False))
         return self._run(lambda: False, asked)
 
@@ -157,17 +160,17 @@ class World:
     ) -> Found:
         """Sessions begin whatever runs, and each ends early with a call that is dropped.  What comes of the `seconds`
         after the `warm_up`."""
-        self._sessions = sessions
-        if patience:
-            self._deadline = lambda call: self.now + TTFT_SECONDS - self._prefill_seconds(call)
+        self._sessions, self._patient = sessions, not patience
         self._before.until = warm_up
         return self._run(lambda: self.now >= warm_up + seconds, arrivals)
 
-    def _prefill_seconds(self, call: Call) -> float:
-        """Of its prompt beside whatever runs: a step's base time for each part of it, and twice its own."""
-        config = self._config
-        steps = -(-call.prompt_tokens // config.max_num_batched_tokens)
-        return 2 * (steps * config.step_base_ms + config.step_prefill_us * call.prompt_tokens / 1e3) / 1e3
+    def _deadline(self, call: Call) -> float:
+        """As the product has it: all its time less what such prompts took until their first tokens."""
+        if self._patient:
+            return EVER
+        target = round(1_000 * TTFT_SECONDS)
+        expected = self._times.expected_ms([REPLICA], call.prompt_tokens)
+        return self.now + wait_for_first_token_ms(target, target, 0, expected) / 1_000
 
     def _run(self, over: Callable[[], bool], arrivals: Iterator[float]) -> Found:
         following, second, use, running = next(arrivals, EVER), 1.0, 0.0, 0.0
@@ -273,6 +276,7 @@ class World:
         call = course.call
         served = Served(course, call.prompt_tokens, call.output_tokens)
         self._inside += 1
+        course.started = self.now
         if isinstance(self._engine, Mocked):
             self._engine.add(served, call.content)
         else:
@@ -283,6 +287,9 @@ class World:
         mark = 1 << 62
         if course.ttft < 0:
             course.ttft, course.slow = self.now - course.at, self._slow
+            if course.call.prompt_tokens >= PREFILL_MIN:
+                took = 1_000 * (self.now - course.started)
+                self._times.observe(REPLICA, course.call.prompt_tokens, took)
             if self._gate is not None and course.held is not None:
                 mark, granted = self._gate.written(course.held, outputs, self.now)
                 self._grant(granted)
