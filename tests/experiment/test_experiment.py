@@ -14,8 +14,9 @@ from benchmarks.experiment.bounds import THROUGHPUT, Bound, bounds
 from benchmarks.experiment.gates import Books, Elastic, Guaranteed
 from benchmarks.experiment.ledgers import compared
 from benchmarks.experiment.report import all_bounds, filled
+from benchmarks.experiment.sharing import SharingBooks
 from benchmarks.experiment.traces import TRACES
-from benchmarks.experiment.world import World
+from benchmarks.experiment.world import TTFT_SECONDS, World
 from gateway.core import elastic
 from gateway.ledger.embedded import EmbeddedStore
 from gateway.mock.engine import Engine, Request, Sizes
@@ -90,6 +91,49 @@ def test_who_thinks_goes_on_later() -> None:
     assert found.calls == 30
     assert found.seconds > 29 * traces.THINK_SECONDS + busy
     assert found.running < 1
+
+
+def test_a_refused_turn_ends_its_session_and_what_was_before_is_not_measured() -> None:
+    """Far more sessions than a small replica has room for."""
+    config = replace(cells.ENGINE, blocks=2_201)
+    books = SharingBooks(2_200, warm_first=True)
+    world = World(config, Guaranteed(books), shared_prompts=True)
+    found = world.open_sessions(traces.sessions(1), traces.steady(1, 0.3), 60, 120, patience=True)
+    refused = [held.call for held in books.dropped]
+    assert len({call.session for call in refused if isinstance(call, traces.Turn)}) == len(refused)
+    assert 120 <= found.seconds < 121
+    assert 0 < found.dropped < len(refused)
+    assert 0 < found.broken_off < found.later_turns
+    assert found.calls == len(found.ttfts) > 0
+    assert max(found.ttfts) < TTFT_SECONDS + 3
+
+
+def test_sessions_are_judged_by_throughput_good_answers_and_refused_turns() -> None:
+    case = next(case for case in cells.CASES if case.sessions)
+    best = {"clients": 50, "asked": 1, "tokens_per_second": 100.0, "good": 400, "seconds": 100.0}
+    run = {
+        "tokens_per_second": 96.0,
+        "good": 190,
+        "seconds": 50.0,
+        "calls": 200,
+        "later": 200,
+        "preemptions": 0,
+    }
+    results: dict[str, Any] = {
+        f"{case.name} sweep 50": best,
+        f"{case.name} sessions 1.1 elastic + soft hold": {**run, "broken": 3},
+        f"{case.name} sessions 1.5 elastic + soft hold": {**run, "broken": 3, "good": 189, "preemptions": 1},
+    }
+    assert [bound.holds for bound in bounds(results, case)] == [
+        True,
+        True,
+        False,
+        True,
+        True,
+        False,
+        True,
+        False,
+    ]
 
 
 def test_traces_are_what_they_say() -> None:
