@@ -13,7 +13,7 @@ from benchmarks.experiment import cells, traces
 from benchmarks.experiment.bounds import THROUGHPUT, Bound, bounds
 from benchmarks.experiment.gates import Books, Elastic, Guaranteed
 from benchmarks.experiment.ledgers import compared
-from benchmarks.experiment.report import all_bounds, filled
+from benchmarks.experiment.report import DOCUMENTS, all_bounds, filled
 from benchmarks.experiment.sharing import SharingBooks
 from benchmarks.experiment.traces import TRACES
 from benchmarks.experiment.world import TTFT_SECONDS, World
@@ -196,9 +196,15 @@ def test_a_run_is_compared_with_the_best_ungated_concurrency_on_the_same_calls()
     assert cells.part_of_best(results, SHORT, long) == pytest.approx(0.9)
 
 
-def test_the_document_is_made_of_its_figures() -> None:
-    """`make experiment ARGS=--doc` writes it."""
-    text = (ROOT / "docs/utilisation.md").read_text()
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_the_documents_are_made_of_their_figures(name: str) -> None:
+    """`make experiment ARGS=--doc` writes them."""
+    text = (ROOT / "docs" / name).read_text()
     results = json.loads((ROOT / "docs/utilisation.json").read_text())
     assert filled(text, results) == text
+
+
+def test_every_bound_is_in_the_document() -> None:
+    text = (ROOT / "docs/utilisation.md").read_text()
+    results = json.loads((ROOT / "docs/utilisation.json").read_text())
     assert all(bound.what in text for bound in all_bounds(results))
