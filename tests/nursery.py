@@ -8,6 +8,7 @@ This file is also the program that forks.  It has one thread, and lives as long 
 """
 
 import atexit
+import ctypes
 import gc
 import json
 import os
@@ -28,6 +29,8 @@ from typing import IO, Any
 
 REQUEST_BYTES_MAX = 1 << 16
 IMPORTED = ("gateway.cli", "gateway.serve", "gateway.mock.serve", "gateway.mock.server")
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
 CAN_FORK = sys.platform == "linux"
 """Elsewhere processes are started as usual: what they import there has threads."""
 _PATH = os.environ.get("PYTHONPATH")
@@ -226,6 +229,7 @@ def _become(request: dict[str, Any], outputs: list[int]) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, tuple(request["files"]))
     if request["session"]:
         os.setsid()
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # of a run that is killed nothing goes on
 
 
 def _import_everything(place: str) -> None:
