@@ -35,7 +35,9 @@ function books.begin(keys)
   books.wakes = {} -- owners with new grants
   books.holds = 0 -- replicas that are held for a call, at most
   books.room = 0 -- rises when a replica has more room or is no longer held: until then what did not fit does not fit
-  books.turns = 0 -- rises when a node, or what a replica's cache is, changes: what a call may share is another then
+  books.turns = 0 -- rises when nodes come or go, or have holders or none, or when a replica has another cache: what a call
+    -- may share is another then
+  books.gains, books.gains_at = {}, 0 -- segments -> what calls that begin with them share (prefixes.gains), at that turn
   books.moves = 0 -- rises when anything else changes that decides who starts next
   books.horizon = {} -- line -> last member of ORDER that a dispatch looks at; what comes after it decides nothing
   books.stuck = {} -- lane -> room + moves when nothing could be done in it

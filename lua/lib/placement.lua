@@ -98,7 +98,7 @@ local function emptiest(id, call, pool)
     local free = limit - used
     local needed = may_vary and elastic.blocks(call, replica) or blocks
     if gains then
-      shared = prefixes.gain(call, replica)
+      shared = may_vary and prefixes.gain(call, replica) or gains.blocks[replica.name] or 0
       needed = needed - shared
     end
     local room = used == 0 and math.huge or free

@@ -99,6 +99,19 @@ local function runs_of(segments)
   return gains
 end
 
+-- Looked up once for all calls that begin alike, until it changes.
+local function gains_of(segments)
+  local parts = {}
+  for i, segment in ipairs(segments) do parts[2 * i - 1], parts[2 * i] = segment[ID], segment[BLOCKS] end
+  local name = table.concat(parts, ':')
+  if books.gains_at ~= books.turns then books.gains, books.gains_at = {}, books.turns end
+  if not books.gains[name] then
+    fetch(segments)
+    books.gains[name] = runs_of(segments)
+  end
+  return books.gains[name]
+end
+
 -- As much as may be shared on each replica by a call whose prompt is not known.
 local function bounds_of(call)
   local gains = {blocks = {}, runs = {}, most = 0}
@@ -115,12 +128,7 @@ function prefixes.gains(call)
   local prefix = call.prefix
   if #prefix == 0 then return nil end
   if call.gains_at ~= books.turns then
-    if #prefix > SIZE then
-      fetch(prefix[SEGMENTS])
-      call.gains = runs_of(prefix[SEGMENTS])
-    else
-      call.gains = bounds_of(call)
-    end
+    call.gains = #prefix > SIZE and gains_of(prefix[SEGMENTS]) or bounds_of(call)
     call.gains_at = books.turns
   end
   return call.gains.most > 0 and call.gains or nil
@@ -156,9 +164,11 @@ local function join(prefix, segment, replica)
     nodes[at], nodes[at + 1], nodes[at + 2] = replica.name, prefix[CACHE], segment[BLOCKS]
     nodes[at + HOLDERS], nodes[at + NEWCOMERS] = 0, 0
     count(replica, segment[BLOCKS])
+    books.turns = books.turns + 1
   end
   local place = at + (prefix[COMPUTED] == 1 and HOLDERS or NEWCOMERS)
   nodes[place] = nodes[place] + 1
+  if nodes[at + HOLDERS] == 1 then books.turns = books.turns + 1 end -- perhaps the first
   rows.store(records.nodes, segment[ID], {nodes = nodes})
 end
 
@@ -166,7 +176,6 @@ end
 local function join_from(first, call, replica)
   local prefix = call.prefix
   for i = first, prefix[JOINED] do join(prefix, prefix[SEGMENTS][i], replica) end
-  books.turns = books.turns + 1
 end
 
 function prefixes.enter(call, replica)
@@ -191,6 +200,7 @@ local function leave(prefix, segment, replica)
   local at = find(nodes, replica.name, prefix[CACHE], segment[BLOCKS])
   local place = at + (prefix[COMPUTED] == 1 and HOLDERS or NEWCOMERS)
   nodes[place] = nodes[place] - 1
+  if nodes[at + HOLDERS] == 0 then books.turns = books.turns + 1 end -- perhaps the last
   if nodes[at + HOLDERS] + nodes[at + NEWCOMERS] == 0 then
     for _ = 1, WIDTH do table.remove(nodes, at) end
     count(replica, -segment[BLOCKS])
@@ -209,7 +219,6 @@ function prefixes.leave(call, replica)
   if prefix[JOINED] > 0 then
     fetch(prefix[SEGMENTS])
     for i = 1, prefix[JOINED] do leave(prefix, prefix[SEGMENTS][i], replica) end
-    books.turns = books.turns + 1
   end
   prefix[CACHE], prefix[JOINED], prefix[COMPUTED] = 0, 0, 0
 end

@@ -165,7 +165,6 @@ MUTANTS: dict[str, tuple[str, str]] = {
     "a cache that lies is trusted at the next reading": ("  replica.distrusted = cache\n", ""),
     "ids are compared without where they begin": ("rows.fetch(records.nodes, segment[ID])\n  return", "rows.fetch(records.nodes, string.rep('0', 16) .. string.sub(segment[ID], 17))\n  return"),
     "a segment of another size is taken for the same": ("nodes[at + HOLDERS] > 0 and nodes[at + 2] == blocks and", "nodes[at + HOLDERS] > 0 and"),
-    "what one shares with somebody else's replica counts": ("return gains.blocks[replica.name] or 0", "return gains.most"),
     "what is computed still counts as prefill": ("  local left = call.prefill - shared * call.prefix[SIZE]\n", "  local left = call.prefill\n"),
     "a short rest of a prompt counts as prefill": ("return left >= PREFILL_TOKENS_MIN and left or 0", "return math.max(left, 0)"),
     "no dispatch after a prefix was computed": ("  books.store_replica(replica)\n  prefixes.renew()", "  books.store_replica(replica)"),

@@ -271,6 +271,25 @@ def test_what_is_computed_without_what_is_before_it_is_not_shared(store_client: 
     assert fleet.used("r1") == 87
 
 
+def test_what_is_shared_on_another_replica_makes_no_room_here(store_client: Client) -> None:
+    fleet = Fleet(store_client, GUARANTEED, GUARANTEED)
+    fleet.run(45, A, exclude=["r1"])
+    fleet.run(55, exclude=["r1"])
+    fleet.run(70, exclude=["r0"])
+    assert fleet.step(fleet.admit(45, A))[0][0] == "ticket"
+
+
+def test_what_left_in_the_same_batch_is_not_shared(store_client: Client) -> None:
+    """What was looked up for one call does not hold for the next."""
+    fleet = Fleet(store_client)
+    holder = fleet.run(45, A)
+    newcomer, too_large, late = fleet.admit(45, A), fleet.admit(100, A, queue_max=0), fleet.admit(50, A)
+    answers = fleet.step(newcomer, too_large, ["S", holder, -1, -1, [], ""], late)
+    assert answers[0] == ["grant", ["r0", 1, CACHE]]
+    assert answers[1][0] == "refused"
+    assert answers[3] == ["grant", ["r0", 0, CACHE]]
+
+
 @pytest.mark.parametrize("leaves", ["move", "lease", "settle"])
 def test_a_reference_goes_with_its_call(store_client: Client, leaves: str) -> None:
     """Also of one that had no first token."""

@@ -625,4 +625,16 @@ TESTED_MUTANTS: dict[str, TestedMutant] = {
         "(gains.runs[name] or 0) <= i - 1",
         ("tests/conformance/test_prefixes.py",),
     ),
+    "what a call shares with somebody on another replica counts": TestedMutant(
+        "lua/lib/placement.lua",
+        "or gains.blocks[replica.name] or 0",
+        "or gains.most",
+        ("tests/conformance/test_prefixes.py",),
+    ),
+    "what left in the same batch is shared": TestedMutant(
+        "lua/lib/prefixes.lua",
+        "  if nodes[at + HOLDERS] == 0 then books.turns = books.turns + 1 end -- perhaps the last\n",
+        "",
+        ("tests/conformance/test_prefixes.py",),
+    ),
 }
