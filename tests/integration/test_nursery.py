@@ -36,7 +36,7 @@ def mock() -> Iterator[nursery.Process]:
 def run(arguments: list[str], told: Path, **environ: str) -> int:
     """Its exit status; `told` gets what it says on stderr."""
     with told.open("wb") as file:
-        process = nursery.start(arguments, 1, file.fileno(), environ)
+        process = nursery.start(arguments, file.fileno(), file.fileno(), environ)
     assert isinstance(process, nursery.Forked)
     return process.wait(HANG_SECONDS)
 
@@ -44,6 +44,9 @@ def run(arguments: list[str], told: Path, **environ: str) -> int:
 def test_it_has_the_folder_the_environment_and_the_status_of_a_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert run(["keys", "--help"], tmp_path / "told", **os.environ) == 0, (
+        "the first may start what forks, here"
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("KVGATE_LOG__LEVEL", "nonsense")  # ours alone
     Path("keys.yaml").write_text("[]")
