@@ -7,7 +7,6 @@ import signal
 import time
 from dataclasses import replace
 
-import msgspec
 import pytest
 import redis
 
@@ -19,6 +18,7 @@ from gateway.ledger.records import decode_step
 from gateway.ledger.scripts import fleet_keys, library
 from gateway.ledger.valkey import HoldLimits
 from gateway.ledger.wire import StoreAway
+from tests.conformance.twin import IN_FULL, pack_op
 from tests.faults.proxy import store_proxy
 from tests.integration.ledger_world import HOLD, PATIENT_SECONDS, eventually, running_store, world
 
@@ -314,38 +314,14 @@ def step(w, owner, *ops):
     """A batch of that owner that its process knows nothing of."""
     batch = w.rows("sessions", "session")[owner]["batch"] + 1
     name, keys = library().function("step"), fleet_keys(w.fleet)
-    packed = [msgspec.msgpack.encode(op) for op in ops]
+    packed = [pack_op(op) for op in ops]
     reply = w.store.execute_command("FCALL", name, len(keys), *keys, "", owner, batch, "w:", *packed)
     return decode_step(reply)[5]
 
 
 FOREIGN = [
-    "A",
-    "00000000aa",
-    "k",
-    "normal",
-    "a",
-    7,
-    1,
-    0,
-    7,
-    5000,
-    1,
-    -1,
-    -1,
-    -1,
-    9,
-    9,
-    [],
-    [],
-    [],
-    "",
-    "",
-    0,
-    -1,
-    0,
-    "",
-    0,
+    *("A", "00000000aa", "k", "normal", "a", 7, 1, 0, 7, 5000, 1, -1, -1, -1, 9, 9),
+    *([], [], [], "", "", 0, *IN_FULL),
 ]
 
 
