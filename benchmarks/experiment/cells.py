@@ -257,12 +257,15 @@ def opened(case: Case, gate: str, per_second: float, calls: int, *, bursts: bool
 
 def opened_sessions(case: Case, gate: str, turns_per_second: float) -> Figures:
     """So many sessions begin that they have so many turns a second."""
-    world, per_second = world_of(case, gate), turns_per_second / mean_turns()
-    arrivals = traces.steady(SEED, per_second)
-    sessions = traces.sessions(SEED)
-    found = world.open_sessions(sessions, arrivals, WARM_UP, SESSION_SECONDS, gate != "ungated")
+    patience = gate != "ungated"
+    found = play_sessions(world_of(case, gate), turns_per_second, patience, WARM_UP, SESSION_SECONDS)
     figures = figures_of(found)
-    return {"per_second": per_second, "later": found.later_turns, "broken": found.broken_off, **figures}
+    return {"turns": turns_per_second, "later": found.later_turns, "broken": found.broken_off, **figures}
+
+
+def play_sessions(world: World, turns: float, patience: bool, warm_up: float, seconds: float) -> Found:
+    arrivals = traces.steady(SEED, turns / mean_turns())
+    return world.open_sessions(traces.sessions(SEED), arrivals, warm_up, seconds, patience)
 
 
 @cache

@@ -19,6 +19,7 @@ from benchmarks.experiment.cells import (
     Results,
     best_of,
     part_of_best,
+    play_sessions,
     world_of,
 )
 from benchmarks.experiment.traces import Call
@@ -37,6 +38,8 @@ SHARED_GATES = (
 )
 DRAWN = Case("generous", 16_000, 450, 0)
 DRAWN_SECONDS, DRAWN_SHIFT, DRAWN_CLIENTS = 480, 240, 1_300
+DRAWN_SESSIONS = ("ungated", "elastic + prefix", "elastic + warm first", "elastic + soft hold")
+SESSIONS_SECONDS, SESSIONS_LOAD = 900, 1.5
 _PLACE = re.compile(r"<!-- (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 
 
@@ -47,6 +50,7 @@ def write_document(docs: Path, results: Results) -> None:
         document = docs / name
         document.write_text(filled(document.read_text(), results))
     (docs / "utilisation.svg").write_text(picture())
+    (docs / "sessions.svg").write_text(sessions_picture(results))
 
 
 def filled(text: str, results: Results) -> str:
@@ -224,10 +228,27 @@ def picture() -> str:
     return stacked(plots, Box(900, 180), DRAWN_SECONDS, "Four ways of admitting calls, simulated", marks)
 
 
-def _plot(title: str, runs: Sequence[tuple[str, World]], column: int) -> Plot:
+def sessions_picture(results: Results) -> str:
+    """Of agents, from an empty replica on: blocks, and tokens."""
+    case = next(case for case in CASES if case.sessions)
+    best, runs = best_of(results, case), list[tuple[str, World]]()
+    for gate in DRAWN_SESSIONS:
+        world = world_of(case, gate)
+        turns = SESSIONS_LOAD * best["calls"] / best["seconds"]
+        play_sessions(world, turns, gate != "ungated", 0.0, SESSIONS_SECONDS)
+        runs.append((gate, world))
+    plots = (
+        _plot("KV blocks held", runs, 1, SESSIONS_SECONDS),
+        _plot("Output tokens, cumulative", runs, 3, SESSIONS_SECONDS),
+    )
+    title = "Agents, half as many again as fit, simulated"
+    return stacked(plots, Box(900, 180), SESSIONS_SECONDS, title, ())
+
+
+def _plot(title: str, runs: Sequence[tuple[str, World]], column: int, until: int = DRAWN_SECONDS) -> Plot:
     lines = []
     for number, (gate, world) in enumerate(runs):
-        rows = [row for row in world.seconds if row[0] <= DRAWN_SECONDS][::4]
+        rows = [row for row in world.seconds if row[0] <= until][::4]
         lines.append(Line(number, gate, [row[0] for row in rows], [row[column] for row in rows]))
     return Plot(title, tuple(lines))
 

@@ -10,9 +10,9 @@ from collections import deque
 from dataclasses import dataclass
 
 from benchmarks.experiment.gates import PREFILL_MIN, Books, Held
+from benchmarks.experiment.returns import SOON_SECONDS, Returns
 from benchmarks.experiment.traces import BLOCK_SIZE, Turn
 from gateway.core import elastic
-from gateway.core.returns import SOON_SECONDS, Returns
 
 SOFT_PART = 2
 """One in so many blocks is held softly at most."""

@@ -6,10 +6,10 @@ from itertools import count
 import pytest
 
 from benchmarks.experiment.gates import Elastic, Guaranteed, Held
+from benchmarks.experiment.returns import SOON_SECONDS
 from benchmarks.experiment.sharing import HISTORIES, WARM_FIRST_SECONDS, SharingBooks
 from benchmarks.experiment.traces import AGENT_TOKENS, BLOCK_SIZE, Turn
 from gateway.core import elastic
-from gateway.core.returns import SOON_SECONDS
 from gateway.mock.pool import EMPTY
 
 PIECE = AGENT_TOKENS // BLOCK_SIZE

@@ -1,7 +1,7 @@
 """Whether turns come back soon, from when calls ended and from what calls say that they go on."""
 
-from gateway.core import returns
-from gateway.core.returns import COUNTED, KNOWN, PENDING, SOON_SECONDS, Returns
+from benchmarks.experiment import returns
+from benchmarks.experiment.returns import COUNTED, KNOWN, PENDING, SOON_SECONDS, Returns
 
 
 def test_nothing_is_expected_before_enough_is_known() -> None:
