@@ -178,6 +178,5 @@ MUTANTS: dict[str, tuple[str, str]] = {
     "who is charged by its path makes nodes": ("  if call.elastic == 0 and prefix[CACHE] > 0", "  if prefix[CACHE] > 0"),
     "a warmer replica is taken however full it is": ("or percent(replica) > fullest then return end", "then return end"),
     "the roomier of two warm replicas is taken": ("  if shared ~= other.shared then return shared > other.shared end\n", ""),
-    "a question forgets that calls share": ("      call.gains = bounds_of(call)\n", "      call.gains = {blocks = {}, runs = {}, most = 0}\n"),
     "a wait is foreseen although calls share": ("if replica.elastic > 0 or replica.shared > 0 then return true end", "if replica.elastic > 0 then return true end"),
 }  # fmt: skip

@@ -631,6 +631,12 @@ TESTED_MUTANTS: dict[str, TestedMutant] = {
         "or gains.most",
         ("tests/conformance/test_prefixes.py",),
     ),
+    "a question forgets that calls share": TestedMutant(
+        "lua/lib/prefixes.lua",
+        " or bounds_of(call)\n",
+        " or {blocks = {}, runs = {}, most = 0}\n",
+        ("tests/conformance/test_prefixes.py",),
+    ),
     "what left in the same batch is shared": TestedMutant(
         "lua/lib/prefixes.lua",
         "  if nodes[at + HOLDERS] == 0 then books.turns = books.turns + 1 end -- perhaps the last\n",
