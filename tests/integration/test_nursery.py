@@ -106,7 +106,7 @@ def test_it_ends_with_the_process_of_the_tests() -> None:
     """However that ends."""
     program = f"""if True:
         import os, sys
-        sys.path.insert(0, {str(Path(nursery.__file__).parents[1])!r})
+        sys.path.append({str(Path(nursery.__file__).parents[1])!r})
         from tests import nursery
         for arguments in {MOCKS!r}:
             process = nursery.start_piped(arguments)
