@@ -169,13 +169,13 @@ class Pins:
 
     async def _reserved(self, pin: Pin, replica: str) -> tuple[Ending, int]:
         """How it ended, and how many tokens the engine had to compute.  Raises TimeoutError, UpstreamFailed."""
-        tokens = self._book.tokens(pin.name, replica) or await self._count(pin)
-        shape = self._engines.shape().only(self._engines.pool(replica))
-        demand = route(shape, pin.request, (tokens,), KeyLimits())
-        if isinstance(demand, Refusal):
-            log.warning("prefix %s does not fit on %s: %s", pin.name, replica, demand.message)
-            return Ending.REFUSED, 0
         async with asyncio.timeout(CALL_SECONDS) as limit:
+            tokens = self._book.tokens(pin.name, replica) or await self._count(pin)
+            shape = self._engines.shape().only(self._engines.pool(replica))
+            demand = route(shape, pin.request, (tokens,), KeyLimits())
+            if isinstance(demand, Refusal):
+                log.warning("prefix %s does not fit on %s: %s", pin.name, replica, demand.message)
+                return Ending.REFUSED, 0
             loop = asyncio.get_running_loop()
             lost = lambda: limit.reschedule(loop.time())  # noqa: E731 - its place is somebody else's now
             reservation = self._ledger.open(self._admission(pin, demand, replica), lost)

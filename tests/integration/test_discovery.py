@@ -878,6 +878,8 @@ async def test_one_that_ends_a_call_rests_until_a_trial_is_answered() -> None:
 async def test_what_its_metrics_say_of_aborted_calls_is_looked_into() -> None:
     """A good answer to the trial means that somebody else's calls were ended, and no more."""
     async with two_of_a_pool(World()) as (watch, a, _):
+        read = a.asked.count("/metrics")
+        await soon(lambda: a.asked.count("/metrics") >= read + 2)  # how many it had aborted before is known
         a.show(aborted=1)
         await soon(lambda: a.trials == 1)
         assert watch.why_it_rests("a") is None
