@@ -1,6 +1,7 @@
 """Generated commands, biased towards what breaks books: sizes at the edges of what is free, waits to the next end of a
 lease or deadline, ids that live, replicas that lanes share, and many calls at once."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
@@ -664,34 +665,15 @@ def forecasts(draw: DrawFn, world: World, owner: str) -> list[Any]:
 _ID = "a" * 32
 
 
-def _beginning(prefix: Any) -> Op:
-    """An admit with such a prefix."""
-    terms = [1, -1, -1, -1, 9, 9, [], [], [], "", "", 0, *IN_FULL[:4]]
-    return ["A", "00000000ba", "k0", "normal", "a", 9, 1, 0, 1, 9, *terms, prefix]
+def _admit(blocks: int, charge: Sequence[int] = (), promised: int = 0, prefix: Any = ()) -> Op:
+    demand = [blocks, 1, 0, 1, 9]
+    policy = [1, -1, -1, -1, 9, 9, [], [], list(charge), "", "", 0]
+    return ["A", "00000000ba", "k0", "normal", "a", *demand, *policy, *IN_FULL[:3], promised, prefix]
 
 
 def _declared(prefix: Any) -> Op:
-    return [
-        "R",
-        "00000000ba",
-        "r0",
-        "k0",
-        "normal",
-        "a",
-        9,
-        1,
-        0,
-        1,
-        1,
-        -1,
-        -1,
-        -1,
-        1,
-        "",
-        "",
-        *IN_FULL[:4],
-        prefix,
-    ]
+    demand, policy = [9, 1, 0, 1], [1, -1, -1, -1, 1, "", ""]
+    return ["R", "00000000ba", "r0", "k0", "normal", "a", *demand, *policy, *IN_FULL[:4], prefix]
 
 
 MALFORMED: tuple[Op, ...] = (
@@ -702,92 +684,16 @@ MALFORMED: tuple[Op, ...] = (
     ["S", "00000000aa", 1, 1, [0], ""],
     ["S", "00000000aa", 1, 1, [], "0123"],
     ["S", "00000000aa", 1, 1, [], "0123456789abcde:"],
-    [
-        "A",
-        "00000000ba",
-        "k0",
-        "normal",
-        "a",
-        1,
-        1,
-        0,
-        1,
-        9,
-        1,
-        -1,
-        -1,
-        -1,
-        9,
-        9,
-        [],
-        [],
-        [0, 1],
-        "",
-        "",
-        0,
-        *IN_FULL,
-    ],
-    [
-        "A",
-        "00000000ba",
-        "k0",
-        "normal",
-        "a",
-        1,
-        1,
-        0,
-        1,
-        9,
-        1,
-        -1,
-        -1,
-        -1,
-        9,
-        9,
-        [],
-        [],
-        [0, -1, 5],
-        "",
-        "",
-        0,
-        *IN_FULL,
-    ],
+    _admit(1, charge=[0, 1]),
+    _admit(1, charge=[0, -1, 5]),
     ["Z", "00000000aa", 0, 0, b""],
     ["Z", "00000000aa", 1.5, 32, bytes(132)],
     ["Z", "00000000aa", 1, 0, bytes(132)],
     ["Z", "00000000aa", 1, 32, bytes(131)],
     ["Z", "00000000aa", 1, 32, 7],
-    [
-        "A",
-        "00000000ba",
-        "k0",
-        "normal",
-        "a",
-        1,
-        1,
-        0,
-        1,
-        9,
-        1,
-        -1,
-        -1,
-        -1,
-        9,
-        9,
-        [],
-        [],
-        [],
-        "",
-        "",
-        0,
-        -1,
-        0,
-        b"",
-        2,
-        [],
-    ],
+    _admit(1, promised=2),
     *(
-        _beginning(prefix)
+        _admit(9, prefix=prefix)
         for prefix in (
             7,
             [0, [[_ID, 1]]],
