@@ -7,6 +7,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.processes import GatewayProcess, World
+from tests.vllm.cores import apart
 from tests.vllm.engine import SLOW_MACHINE, TEST_SECONDS, USABLE_BLOCKS, Vllm
 from tests.vllm.prefix_load import AT_ONCE_MIN, forty, gateway_of, ups_and_downs, watched
 
@@ -58,9 +59,11 @@ async def test_forty_that_begin_alike_take_no_longer_than_they_must(
     real: Vllm, gateway: GatewayProcess
 ) -> None:
     """Those that pass the gateway by come last: their use of the engine is strangers', and shares nothing with anybody
-    in the books."""
-    through = [await timed(real, turn, gateway) for turn in range(1, 1 + TURNS)]
-    direct = [await timed(real, turn) for turn in range(1 + TURNS, 1 + 2 * TURNS)]
+    in the books.  The engine has a core to itself both times, as it has its own machine elsewhere: what a gateway takes
+    from the processor of an engine is not what is asked here."""
+    with apart(real.process.pid, gateway.process.pid):
+        through = [await timed(real, turn, gateway) for turn in range(1, 1 + TURNS)]
+        direct = [await timed(real, turn) for turn in range(1 + TURNS, 1 + 2 * TURNS)]
     for name, found in (("kvgate", through), ("direct", direct)):
         print(f"{name}: " + ", ".join(f"{took.seconds:.2f} s and {took.steps:.0f} steps" for took in found))
     assert ratio([took.steps for took in through], [took.steps for took in direct]) <= RATIO_MAX
