@@ -80,10 +80,12 @@ local function rest_replica(teller, name, why)
   return 'ok'
 end
 
--- The status of the reply.
+-- The status of the reply.  A word about another cache than is known there is late: it would undo one about this cache.
 local function distrust(name, cache)
   local replica = books.replicas[name]
   if not replica then return 'unknown' end
+  local known = replica.cache > 0 and replica.cache or replica.distrusted
+  if known > 0 and known ~= cache then return 'ok' end
   replica.distrusted = cache
   books.store_replica(replica)
   prefixes.set_cache(replica, replica.cache)

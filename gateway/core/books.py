@@ -460,7 +460,10 @@ class Books:
         return self._seat(scraper, replica, capacity)
 
     def distrust(self, now: int, run: str, name: str, cache: int) -> Answer:
-        """Nothing more is shared there while the engine has that cache."""
+        """Nothing more is shared there while the engine has that cache.
+
+        Of another one than is known there the word is late: it would undo what was said of this one.
+        """
         if self.config is None:
             return ["unconfigured"]
         self._open(now, run)

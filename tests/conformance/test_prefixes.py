@@ -232,6 +232,31 @@ def test_a_cache_that_lies_is_none_until_another_one_comes(store_client: Client)
     assert fleet.step(fleet.admit(44, A)) == [["grant", ["r0", 1, CACHE + 1]]]
 
 
+def test_a_late_word_about_an_old_cache_undoes_nothing(store_client: Client) -> None:
+    """A call that came to the old process may end long after it."""
+    fleet = Fleet(store_client)
+    fleet.learn("r0", CACHE + 1)
+    fleet.run(45, A)
+    fleet.twin.distrust(fleet.now_ms, "r0", CACHE)
+    newcomer = fleet.admit(45, A)
+    assert fleet.step(newcomer) == [["grant", ["r0", 1, CACHE + 1]]]
+    fleet.settle(newcomer[1])
+    for cache in (CACHE + 1, CACHE):
+        fleet.twin.distrust(fleet.now_ms, "r0", cache)
+    fleet.learn("r0", CACHE + 1)
+    assert fleet.step(fleet.admit(45, A)) == [["grant", ["r0", 0, 0]]]
+
+
+def test_a_cache_is_distrusted_before_a_reader_has_told_of_it_again(store_client: Client) -> None:
+    """A store that lost its data knows of none."""
+    fleet = Fleet(store_client)
+    fleet.learn("r0", 0)
+    fleet.twin.distrust(fleet.now_ms, "r0", CACHE)
+    fleet.learn("r0", CACHE)
+    fleet.run(45, A)
+    assert fleet.step(fleet.admit(45, A)) == [["grant", ["r0", 0, 0]]]
+
+
 def test_without_a_cache_nothing_is_shared(store_client: Client) -> None:
     """As of engines whose metrics nobody reads."""
     fleet = Fleet(store_client)

@@ -637,6 +637,12 @@ TESTED_MUTANTS: dict[str, TestedMutant] = {
         " or {blocks = {}, runs = {}, most = 0}\n",
         ("tests/conformance/test_prefixes.py",),
     ),
+    "a late word about an old cache undoes one about the new": TestedMutant(
+        "lua/configure.lua",
+        "  if known > 0 and known ~= cache then return 'ok' end\n",
+        "",
+        ("tests/conformance/test_prefixes.py",),
+    ),
     "what left in the same batch is shared": TestedMutant(
         "lua/lib/prefixes.lua",
         "  if nodes[at + HOLDERS] == 0 then books.turns = books.turns + 1 end -- perhaps the last\n",
