@@ -468,7 +468,7 @@ class Books:
             return ["unconfigured"]
         self._open(now, run)
         replica = self.replicas.get(name)
-        if replica:
+        if replica and (replica.cache or replica.distrusted or cache) == cache:
             replica.distrusted = cache
             self._set_cache(replica, replica.cache)
         self._close()
