@@ -198,6 +198,7 @@ class FleetRoom:
         specs = replica_specs(fleet, self.found.of, self._accesses)
         self.watch.update(specs, frozenset(fleet.models))
         self.engines.update(_plan(self._settings, fleet))
+        self.fleet.caches.keep_only(self.engines.names())
         self.ledger.reconfigure()
         self._metrics.know_replicas(fleet.name, names_by_pool(fleet, specs))
 
@@ -259,7 +260,7 @@ class FleetRoom:
     def _holds_more(self, replica: str, blocks: int) -> None:
         """An engine holds more blocks than the ledger: it may keep copies of what is charged once, if so many."""
         self.engines.holds_more(replica)
-        if blocks >= FIRST_BLOCKS and (cache := self.fleet.shared_caches.pop(replica, 0)):
+        if blocks >= FIRST_BLOCKS and (cache := self.fleet.caches.suspect(replica)):
             self._doubted[replica] = cache
 
     def _engines_up(self) -> list[tuple[str, Access]]:

@@ -72,16 +72,15 @@ def compare(call: Call, demand: Demand, grant: Grant, observer: Observer) -> Non
         if fleet.count_trust.note(route, 1, int(usage.prompt_tokens == demand.prompt_tokens)):
             fleet.miscounted.add(route)
             observer(Miscounted(fleet.name, route))
-    if grant.shared:
-        call.fleet.shared_caches[grant.replica] = grant.cache
-    if not grant.shared or usage is None or usage.cached_tokens is None:
+    if not grant.cache:
         return
-    expected = grant.shared * demand.block_size
-    found = min(usage.cached_tokens, expected)
-    observer(
-        PrefixFound(call.fleet.name, call.fleet.engines.pool(grant.replica), grant.replica, expected, found)
-    )
-    call.doubted = call.fleet.trust.note(grant.replica, expected, found)
+    expected, replica = grant.shared * demand.block_size, grant.replica
+    found = call.fleet.caches.note(replica, grant.cache, expected, usage)
+    if found is None:
+        return
+    pool = call.fleet.engines.pool(replica)
+    observer(PrefixFound(call.fleet.name, pool, replica, expected, found.tokens))
+    call.doubted = found.doubted
 
 
 def _has_choice(call: Call) -> bool:

@@ -24,7 +24,7 @@ from gateway.core.request import GenerationRequest, Request
 from gateway.core.route import KeyLimits
 from gateway.core.segments import Segment
 from gateway.core.sse import Usage
-from gateway.core.warm import Trust, WarmPlaces
+from gateway.core.warm import SharedCaches, Trust, WarmPlaces
 from gateway.estimates import Guess
 from gateway.ledger.api import Admission, Grant, Ledger
 from gateway.metering import Meter
@@ -52,13 +52,11 @@ class Fleet:
     lengths: LearnedLengths = field(default_factory=LearnedLengths)
     """What was learned of how much calls write."""
     memory: Memory = field(default_factory=Memory)
-    trust: Trust = field(default_factory=Trust)
+    caches: SharedCaches = field(default_factory=SharedCaches)
     count_trust: Trust = field(default_factory=Trust)
     """Of the counts of its own tokenizer, by route."""
     miscounted: set[str] = field(default_factory=set)
     """Routes whose prompts are not counted as its engines do: their texts say nothing of its blocks."""
-    shared_caches: dict[str, int] = field(default_factory=dict)
-    """By replica the number of the cache where a call shared something last."""
     on_end: "Callable[[Call], None] | None" = None
     """Is told each call that had a place; None = nobody asks."""
 

@@ -1,7 +1,9 @@
 """Which replicas are likely to have a prompt's beginning in their cache, and whether what is expected is found."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
+
+from gateway.core.sse import Usage
 
 WARM_SECONDS = 300.0
 """For which a replica is remembered.  Nobody says here what an engine has dropped meanwhile: where others need its
@@ -78,3 +80,65 @@ class Trust:
             return False
         self._sums.pop(name, None)
         return sums.seen < SEEN_PART_MIN * sums.expected
+
+    def forget(self, name: str) -> None:
+        self._sums.pop(name, None)
+
+
+class _Cache(NamedTuple):
+    number: int
+    tells: bool = False
+    """Its engine has told of some call what it found."""
+    shared: bool = False
+    """A call was to find something there that others hold."""
+
+
+class Found(NamedTuple):
+    """Of one call that was to find in a cache what others hold."""
+
+    tokens: int
+    """That it found of what it was to find."""
+    doubted: bool
+    """With what the calls before it found that is less than it should be."""
+
+
+class SharedCaches:
+    """What calls found in the caches of a fleet's replicas.  An engine's new process has a new cache, of which nothing
+    is known."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, _Cache] = {}
+        self._trust = Trust()
+
+    def note(self, replica: str, cache: int, expected: int, usage: Usage | None) -> Found | None:
+        """A call has ended in that cache, where it was to find so many tokens that others hold.
+
+        Older releases do not say that they found nothing: of an engine that has told before, a `usage` without it says
+        so.  Returns None where nothing was to be found, or where it is not known what was.
+        """
+        known = self._known.get(replica)
+        if known is None or known.number != cache:
+            self._trust.forget(replica)
+            known = _Cache(cache)
+        told = usage.cached_tokens if usage else None
+        known = _Cache(cache, known.tells or told is not None, known.shared or expected > 0)
+        self._known[replica] = known
+        if not expected or usage is None or not known.tells:
+            return None
+        found = min(told or 0, expected)
+        return Found(found, self._trust.note(replica, expected, found))
+
+    def suspect(self, replica: str) -> int:
+        """Its engine holds more than it should: the number of the cache where calls have shared since it was suspected
+        last, 0 = they have not."""
+        known = self._known.get(replica)
+        if known is None or not known.shared:
+            return 0
+        self._known[replica] = known._replace(shared=False)
+        return known.number
+
+    def keep_only(self, replicas: Collection[str]) -> None:
+        """Forget all others."""
+        for name in [name for name in self._known if name not in replicas]:
+            del self._known[name]
+            self._trust.forget(name)

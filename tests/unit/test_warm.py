@@ -3,7 +3,16 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.core.warm import JUDGED_CALLS, REPLICAS_MAX, WARM_SECONDS, Trust, WarmPlaces
+from gateway.core.sse import Usage
+from gateway.core.warm import (
+    JUDGED_CALLS,
+    REPLICAS_MAX,
+    WARM_SECONDS,
+    Found,
+    SharedCaches,
+    Trust,
+    WarmPlaces,
+)
 
 A, B, C = b"a", b"b", b"c"
 
@@ -79,3 +88,53 @@ def test_replicas_are_judged_each_for_itself() -> None:
     assert not any(judged(trust, 0.0, JUDGED_CALLS - 1))
     assert not trust.note("y", 1_000, 0)
     assert trust.note("x", 1_000, 0)
+
+
+# Of caches ------------------------------------------------------------------------------------------------------
+
+
+def usage(found: int | None) -> Usage:
+    return Usage(2_000, 10, found)
+
+
+def test_an_engine_that_tells_nothing_where_it_found_nothing_has_found_nothing() -> None:
+    """As older releases do; but not one that never told."""
+    silent, older = SharedCaches(), SharedCaches()
+    assert [silent.note("x", 7, 1_000, usage(None)) for _ in range(2 * JUDGED_CALLS)] == [
+        None
+    ] * 2 * JUDGED_CALLS
+    assert older.note("x", 7, 0, usage(16)) is None
+    found = [older.note("x", 7, 1_000, usage(None)) for _ in range(JUDGED_CALLS)]
+    assert found == [*[Found(0, doubted=False)] * (JUDGED_CALLS - 1), Found(0, doubted=True)]
+
+
+def test_an_answer_without_usage_says_nothing() -> None:
+    caches = SharedCaches()
+    assert caches.note("x", 7, 1_000, usage(1_200)) == Found(1_000, doubted=False)
+    assert [caches.note("x", 7, 1_000, None) for _ in range(JUDGED_CALLS)] == [None] * JUDGED_CALLS
+
+
+def test_another_process_of_an_engine_is_judged_anew() -> None:
+    caches = SharedCaches()
+    for cache in range(1, 4):
+        assert caches.note("x", cache, 1_000, usage(None)) is None
+        found = [caches.note("x", cache, 1_000, usage(0)) for _ in range(JUDGED_CALLS - 1)]
+        assert found == [Found(0, doubted=False)] * (JUDGED_CALLS - 1)
+
+
+def test_a_cache_is_suspected_where_calls_have_shared_since() -> None:
+    caches = SharedCaches()
+    assert caches.suspect("x") == 0
+    caches.note("x", 7, 0, usage(16))
+    assert caches.suspect("x") == 0
+    for cache in (7, 8):
+        caches.note("x", cache, 1_000, None)
+        assert [caches.suspect("x"), caches.suspect("x")] == [cache, 0]
+
+
+def test_of_replicas_that_are_gone_nothing_is_kept() -> None:
+    caches = SharedCaches()
+    for turn in range(50):
+        caches.note(f"pod-{turn}", 7, 1_000, usage(0))
+        caches.keep_only([f"pod-{turn}", "other"])
+    assert list(caches._known) == list(caches._trust._sums) == ["pod-49"]
