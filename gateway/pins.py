@@ -28,8 +28,8 @@ from gateway.upstream.api import Access, Engines, UpstreamFailed
 
 log = logging.getLogger(__name__)
 
-KEY = "kvgate"
-"""Under which the books have such calls."""
+KEY = "kvgate/pins"
+"""Under which the books have such calls: no key of a client can have that name, and so its caps."""
 AT_ONCE_MAX = 4
 """Such calls of one process to the engines of one fleet."""
 WAIT_MS = 5_000
@@ -113,12 +113,15 @@ class Pins:
         self._class, self._queue_max = class_, queue_max
 
     def see_call(self, call: Call) -> None:
-        """One of a client's has ended.  A key's own part of the cache has nothing to do with what is kept here."""
+        """One of a client's has ended.  A key's own part of the cache has nothing to do with what is kept here, nor has
+        an adapter's, and what reads no cache finds nothing in one."""
         if not self._pins or call.grant is None or call.usage is None or call.terms.cache_salt:
             return
-        request = call.generation
+        request, adapter = call.generation, self._engines.shape().adapter
+        if request.beside is None or FIELD.encode() in request.body:
+            return
         for pin in self._pins.values():
-            if pin.beginning.is_of(request) and FIELD.encode() not in request.body:
+            if adapter(pin.request.model) == adapter(request.model) and pin.beginning.is_of(request):
                 self._see_use(pin.name, call.grant.replica, call.usage.cached_tokens)
 
     def _see_use(self, name: str, replica: str, found_tokens: int | None) -> None:

@@ -3,15 +3,18 @@
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from gateway import pins as room
-from gateway.core.events import Event, PinCall
+from gateway.core.events import Event, PinCall, PinUse
 from gateway.core.outcomes import Code, Refusal
 from gateway.core.pins import Page, Pin, pin_of
+from gateway.core.request import Endpoint, GenerationRequest, parse
 from gateway.core.route import FleetShape, PoolShape
+from gateway.core.sse import Usage
 from gateway.ledger.api import Admission, Grant
 from gateway.pins import KEY, Pins
 from gateway.upstream.api import Access, UpstreamFailed
@@ -27,6 +30,7 @@ SHAPE = FleetShape(
     speculative_tokens=0,
     share_prompt_of_n=False,
     pools=(PoolShape("all", None, 8192, 16, 4096, 256),),
+    bases=frozenset({"demo", "alias"}),
 )
 
 
@@ -253,3 +257,31 @@ async def test_what_was_taken_out_of_the_settings_is_not_asked_for() -> None:
     world.pins.use([], "low", 7)
     await world.play(until=lambda: not world.pins._asked)
     assert (world.ended, world.books.admissions) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("fields", "uses"),
+    [
+        ({}, 1),
+        ({"model": "alias"}, 1),
+        ({"model": None}, 1),
+        ({"echo": False, "tool_choice": "none"}, 1),
+        ({"model": "adapter"}, 0),
+        ({"prompt_logprobs": 0}, 0),
+        ({"cache_salt": "mine"}, 0),
+        ({"messages": [{"role": "system", "content": "Be brief!"}]}, 0),
+    ],
+)
+def test_what_counts_as_a_use(fields: dict[str, Any], uses: int) -> None:
+    """Of what is in the same part of the engine's cache, and is read there."""
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who are you?"}]
+    body = json.dumps({"model": "demo", "messages": messages, "max_tokens": 8, **fields}).encode()
+    request = parse(Endpoint.CHAT, body, n_max=1)
+    assert isinstance(request, GenerationRequest)
+    world = World()
+    call: Any = SimpleNamespace(
+        grant=GRANT, usage=Usage(TOKENS, 8, 16), terms=SimpleNamespace(cache_salt=""), generation=request
+    )
+    world.pins.see_page("a", Page(0, 0, 10_000))
+    world.pins.see_call(call)
+    assert len([fact for fact in world.facts if isinstance(fact, PinUse)]) == uses
