@@ -84,12 +84,14 @@ def tokens_min(block_size: int) -> int:
     return FIRST_BLOCKS * block_size + 1
 
 
-def moment_of(seconds: float) -> bytes:
-    """What no two prompts have in common that may show different dates, from `seconds` since the epoch.
+def moment_of(seconds: float, beside: bytes = b"") -> bytes:
+    """What no two prompts have in common that may show different dates, from `seconds` since the epoch, or that differ
+    in `beside`.
 
     An engine's midnight is at the begin of a quarter of an hour, wherever it is.
     """
-    return b"%d" % (seconds // MOMENT_SECONDS)
+    moment = b"%d" % (seconds // MOMENT_SECONDS)
+    return blake2b(b"%b:%b" % (moment, beside), digest_size=_SALT_BYTES).digest() if beside else moment
 
 
 def points(ids: Sequence[int], block_size: int, moment: bytes = b"") -> bytes:

@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.core.body import Members, Refused, read_members, read_value
+from gateway.core.body import Members, Refused, is_given, read_members, read_value
 from gateway.core.conversation import Inexpressible, read_variables
 from gateway.core.prefixes import PromptCount, points
 from gateway.core.prompt import PromptText
@@ -26,11 +26,16 @@ _OF_CHATS = (
 _OF_TEXTS = ("model", "add_special_tokens")
 _OF_TEMPLATES = ("chat_template_kwargs", "documents", "reasoning_effort")
 """`/tokenize` knows the first one only, which may hold the others."""
+_UNTOLD = "response_format"
+"""It knows nothing of this, which some models' prompts show (Kimi K3 in vLLM 0.32)."""
 
 
 class Question(msgspec.Struct, frozen=True):
     path: str
     body: bytes
+    untold: bytes = b""
+    """What the engine may show in the prompt and is not told here: of prompts that differ in it nobody knows what they
+    have in common."""
 
 
 class _Answer(msgspec.Struct):
@@ -67,7 +72,8 @@ def questions(request: GenerationRequest) -> list[Question] | None:
             except (Inexpressible, Refused):
                 return None
             fields["chat_template_kwargs"] = msgspec.Raw(msgspec.json.encode(given))
-        return [_question(fields)]
+        untold = bytes(members[_UNTOLD].raw) if is_given(members, _UNTOLD) else b""
+        return [_question(fields, untold)]
     texts = read_value(members, "prompt")
     fields = _raw(members, _OF_TEXTS)
     return [_question(fields | {"prompt": text}) for text in ([texts] if isinstance(texts, str) else texts)]
@@ -107,5 +113,5 @@ def _raw(members: Members, names: tuple[str, ...]) -> dict[str, Any]:
     return {name: msgspec.Raw(members[name].raw) for name in names if name in members}
 
 
-def _question(fields: dict[str, Any]) -> Question:
-    return Question("/tokenize", msgspec.json.encode(fields))
+def _question(fields: dict[str, Any], untold: bytes = b"") -> Question:
+    return Question("/tokenize", msgspec.json.encode(fields), untold)

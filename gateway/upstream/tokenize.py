@@ -58,7 +58,7 @@ class EngineCounter:
             return None
         self._turn += 1
         is_shown = request.endpoint is not Endpoint.COMPLETIONS  # by a template, which may show the date
-        moment = moment_of(self._wall()) if is_shown else b""
+        moment = moment_of(self._wall(), asked[0].untold) if is_shown else b""
         return await self._ask(*engines[self._turn % len(engines)], asked, block_size, moment)
 
     async def _ask(

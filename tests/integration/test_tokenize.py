@@ -186,6 +186,23 @@ async def test_chats_of_another_quarter_of_an_hour_begin_otherwise(monkeypatch: 
     assert first is not None
 
 
+async def test_chats_begin_otherwise_where_an_engine_may_show_what_it_was_not_asked_with() -> None:
+    """The count is the same: nothing says whether it does."""
+    words = [{"role": "user", "content": "one two three four " * 20}]
+    formats: list[Any] = [
+        None,
+        {"type": "json_object"},
+        {"type": "json_schema", "json_schema": {"name": "a"}},
+    ]
+    async with mock_engine(EngineConfig(), speed=math.inf) as engine, Scraper() as scraper:
+        counter = EngineCounter(lambda: [(engine.url, Access.of(None))], scraper.post, Clock(), lambda: 0.0)
+        requests = [request_of(messages=words, response_format=shown) for shown in (*formats, *formats)]
+        found = [counts[0] for request in requests if (counts := await counter.count(request, 1))]
+    assert found[:3] == found[3:]
+    assert len({tokens for tokens, _ in found}) == 1
+    assert len({points for _, points in found if points}) == len(formats)
+
+
 @pytest.mark.parametrize("tokens", [b"null", b"[1,2]", b'["a","b","c","d","e"]', b"[1,2,3,-4,5]"])
 async def test_tokens_that_are_none_cost_no_count(tokens: bytes) -> None:
     async def answer(peer: Peer) -> None:
