@@ -71,9 +71,9 @@ class TokenizerCounter(ModelCounter):
             return None
         return counts
 
-    def _prompts(self, request: GenerationRequest) -> Iterator[tuple[str, int, bytes]]:
+    def _prompts(self, request: GenerationRequest) -> Iterator[tuple[str, int, bytes | None]]:
         """The texts that the engine tokenizes, how many tokens it adds to each, and the moment of one that may show the
-        time.  Raises Inexpressible."""
+        date; None of one that may show the time of day.  Raises Inexpressible."""
         body = decode(request.body, "")
         if request.endpoint is Endpoint.CHAT:
             yield self._render(body)
@@ -90,18 +90,20 @@ class TokenizerCounter(ModelCounter):
         else:
             raise Inexpressible("a protocol that vLLM translates first")
 
-    def _render(self, body: Mapping[str, Any]) -> tuple[str, int, bytes]:
+    def _render(self, body: Mapping[str, Any]) -> tuple[str, int, bytes | None]:
         wanted = _TOOL_USE if body.get("tools") is not None else ""
         template = self._templates.get(wanted) or self._templates.get("")
         if template is None:
             raise Inexpressible("no template for it")
         chat: Chat = read_chat(body, template.style, self._template_kwargs)
         prompt = template.render(chat, self._special_tokens)
-        moment = moment_of(self._wall()) if template.shows_time else b""
-        return prompt, self._added if chat.add_special_tokens else 0, moment
+        added = self._added if chat.add_special_tokens else 0
+        if template.shows_clock:
+            return prompt, added, None
+        return prompt, added, moment_of(self._wall()) if template.shows_time else b""
 
-    def _measured(self, text: str, added: int, block_size: int, moment: bytes) -> PromptCount:
-        if not block_size:
+    def _measured(self, text: str, added: int, block_size: int, moment: bytes | None) -> PromptCount:
+        if not block_size or moment is None:
             return PromptCount(self._tokens(text) + added)
         key = text_key(f"{block_size} {bool(added)} {moment!r} {text}")
         known = self._beginnings.get(key)

@@ -4,6 +4,7 @@ Source: `transformers.utils.chat_template_utils` 5.19, and vLLM 0.32 for what is
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from datetime import datetime
@@ -18,6 +19,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from gateway.core.conversation import Chat, Fields, Inexpressible, Style
 
 _GOES_ON = "CONTINUE_FINAL_MESSAGE_TAG "
+_CLOCK = "strftime_now"
+_DATES = frozenset("AaBbCDdeFGgjmntUuVWwxYy%")
+"""Directives of strftime that are the same all day."""
+_DIRECTIVE = re.compile(r"%[-_0^#]?(.?)")
 
 
 class _Generation(jinja2.ext.Extension):
@@ -43,10 +48,13 @@ class ChatTemplate:
         environment = _environment()
         self._source = source
         self._template = environment.from_string(source)
-        self.shows_time = "strftime_now" in source
+        root = environment.parse(source)
+        self.shows_time = _CLOCK in source
         """It may show the time, of this moment, which is not that when its engine shows it."""
+        self.shows_clock = _shows_clock(root)
+        """And more of it than the date."""
         self.style = Style(
-            shows_parts=_loops_over_parts(environment.parse(source)),
+            shows_parts=_loops_over_parts(root),
             knows_developer='"developer"' in source or "'developer'" in source,
         )
 
@@ -75,7 +83,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
+    environment.globals[_CLOCK] = _strftime_now
     return environment
 
 
@@ -98,6 +106,24 @@ def _raise_exception(message: str) -> None:
 
 def _strftime_now(format_: str) -> str:
     return datetime.now().strftime(format_)
+
+
+# Does it show the time of day? -----------------------------------------------------------------------------
+
+
+def _shows_clock(root: jinja2.nodes.Template) -> bool:
+    """Also where that cannot be told: a format that is made up as it is rendered, or the clock by another name."""
+    calls = [call for call in root.find_all(jinja2.nodes.Call) if _reads(call.node, _CLOCK)]
+    asked = [test for test in root.find_all(jinja2.nodes.Test) if _reads(test.node, _CLOCK)]
+    named = sum(name.name == _CLOCK for name in root.find_all(jinja2.nodes.Name))
+    return named > len(calls) + len(asked) or not all(map(_is_of_date, calls))
+
+
+def _is_of_date(call: jinja2.nodes.Call) -> bool:
+    given = [*call.args, *(keyword.value for keyword in call.kwargs)]
+    if len(given) != 1 or not isinstance(given[0], jinja2.nodes.Const) or not isinstance(given[0].value, str):
+        return False
+    return _DATES.issuperset(_DIRECTIVE.findall(given[0].value))
 
 
 # A message that goes on -------------------------------------------------------------------------------------

@@ -293,6 +293,29 @@ async def test_a_prompt_that_may_show_the_time_has_nothing_in_common_with_one_of
     assert first[:16] != later[:16]
 
 
+@pytest.mark.parametrize(
+    ("shown", "shares"),
+    [
+        ("strftime_now('%d %b %Y')", True),
+        ("strftime_now('%A, %-d. %B') if strftime_now is defined else ''", True),
+        ("strftime_now('100 %%')", True),
+        ("strftime_now('%Y-%m-%d %H:%M')", False),
+        ("strftime_now('%c')", False),
+        ("strftime_now('%-I')", False),
+        ("strftime_now('%Y' ~ (format or ''))", False),
+        ("[strftime_now][0]('%H')", False),
+    ],
+)
+async def test_a_prompt_that_may_show_the_time_of_day_has_nothing_in_common_with_any(
+    folder: Path, threads: CountingThreads, shown: str, shares: bool
+) -> None:
+    """The engine shows it later, and so maybe another one.  Counted it is all the same."""
+    counter = with_template(folder, threads, "{{ " + shown + " }}" + SHORT)
+    counts = await counter.count(said("hello " * 30), 1)
+    assert counts is not None
+    assert (counts[0].tokens > 30, counts[0].points != b"") == (True, shares)
+
+
 async def test_a_beginning_is_found_out_once_for_each_size(
     folder: Path, threads: CountingThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
