@@ -637,6 +637,30 @@ TESTED_MUTANTS: dict[str, TestedMutant] = {
         " or {blocks = {}, runs = {}, most = 0}\n",
         ("tests/conformance/test_prefixes.py",),
     ),
+    "a point says nothing of what comes before its piece": TestedMutant(
+        "gateway/core/prefixes.py",
+        "        hasher.update(data[before:end])\n        found.append(hasher.copy().digest())",
+        "        found.append(blake2b(data[before:end], digest_size=POINT_BYTES).digest())",
+        ("tests/unit/test_prefixes.py",),
+    ),
+    "a point says nothing of where its piece begins": TestedMutant(
+        "gateway/core/prefixes.py",
+        'blake2b(keys[cut] + begin.to_bytes(_ID_BYTES, "big")',
+        "blake2b(keys[cut]",
+        ("tests/unit/test_prefixes.py",),
+    ),
+    "beginnings of all salts are one": TestedMutant(
+        "gateway/core/prefixes.py",
+        "return [salt + found[at",
+        "return [found[at",
+        ("tests/unit/test_prefixes.py",),
+    ),
+    "of token ids the first is not looked at": TestedMutant(
+        "gateway/tokens/ids.py",
+        "points(read_ids(body), block_size)",
+        "points([0, *read_ids(body)[1:]], block_size)",
+        ("tests/unit/test_ids.py",),
+    ),
     "a late word about an old cache undoes one about the new": TestedMutant(
         "lua/configure.lua",
         "  if known > 0 and known ~= cache then return 'ok' end\n",

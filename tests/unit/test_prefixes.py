@@ -86,6 +86,21 @@ def test_points_are_equal_exactly_where_all_before_them_is(
     assert len(set(keys)) == len(keys)
 
 
+@given(st.integers(0, 10_000), st.integers(1, 2**53 - 1), st.sampled_from((1, 16, 32)))
+def test_one_other_token_changes_all_that_comes_behind_it_and_nothing_before(
+    at: int, other: int, size: int
+) -> None:
+    """Of what comes behind it also what is the same: an engine has another block for that."""
+    one = [0] * 10_001
+    changed = [*one[:at], other, *one[at + 1 :]]
+    pairs = list(zip(beginning(one, size=size), beginning(changed, size=size), strict=True))
+    same = sum(cut * size <= at for cut in GRID[: len(pairs)])
+    assert all(before == after for before, after in pairs[:same])
+    names = [{piece.id for piece in segments(keys, range(len(keys)))} for keys in zip(*pairs, strict=True)]
+    assert len(names[0] & names[1]) == same
+    assert len(names[0] | names[1]) == 2 * len(pairs) - same
+
+
 @pytest.mark.parametrize("wrong", [-1, 1 << 64])
 def test_what_is_no_id_has_no_points(wrong: int) -> None:
     with pytest.raises(OverflowError):
