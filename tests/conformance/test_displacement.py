@@ -88,3 +88,16 @@ def test_a_call_for_which_a_replica_is_emptied_makes_room_for_nobody(
     for call in running:
         queue.step(["S", call[1], -1, -1, [], ""])
     assert queue.state(large) == "unclaimed"
+
+
+def test_a_displaced_call_is_gone_once_its_owner_has_settled_it(store_client: "redis.Redis[bytes]") -> None:
+    """Until then its owner is told of it with each batch."""
+    queue = Queue(store_client)
+    queue.step(queue.admit("running", BLOCKS))
+    crowd = [queue.admit("crowd", 30) for _ in range(2)]
+    queue.step(*crowd, *(queue.admit(f"other-{i}", 20) for i in range(2)))
+    assert queue.step(queue.admit("late", SMALL))[0][0] == "ticket"
+    assert [queue.state(call) for call in crowd] == ["queued", "displaced"]
+    settle = ["S", crowd[1][1], -1, -1, [], ""]
+    assert queue.step(settle, settle) == [["withdrawn"], ["gone"]]
+    assert crowd[1][1] not in queue.twin.books.calls
