@@ -26,7 +26,8 @@ def block_size_of(call: Call) -> int:
     """Of the blocks of its prompt that others may hold as well; 0 where none are shared."""
     if not call.generation.may_share:
         return 0
-    if isinstance(call.generation.prompts[0], PromptText) and call.request.path in call.fleet.miscounted:
+    is_text = isinstance(call.generation.prompts[0], PromptText)
+    if is_text and call.fleet.counts.are_wrong(call.request.path, call.terms.caller):
         return 0
     return call.fleet.engines.shape().prefix_block_size
 
@@ -68,10 +69,9 @@ def compare(call: Call, demand: Demand, grant: Grant, observer: Observer) -> Non
     """
     usage = call.usage
     if call.segments and usage is not None and isinstance(call.generation.prompts[0], PromptText):
-        route, fleet = call.request.path, call.fleet
-        if fleet.count_trust.note(route, 1, int(usage.prompt_tokens == demand.prompt_tokens)):
-            fleet.miscounted.add(route)
-            observer(Miscounted(fleet.name, route))
+        route, key, fleet = call.request.path, call.terms.caller, call.fleet
+        if fleet.counts.note(route, key, usage.prompt_tokens == demand.prompt_tokens):
+            observer(Miscounted(fleet.name, route, "" if fleet.counts.are_wrong(route) else key))
     if not grant.cache:
         return
     expected, replica = grant.shared * demand.block_size, grant.replica

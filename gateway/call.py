@@ -24,7 +24,7 @@ from gateway.core.request import GenerationRequest, Request
 from gateway.core.route import KeyLimits
 from gateway.core.segments import Segment
 from gateway.core.sse import Usage
-from gateway.core.warm import SharedCaches, Trust, WarmPlaces
+from gateway.core.warm import Counts, SharedCaches, WarmPlaces
 from gateway.estimates import Guess
 from gateway.ledger.api import Admission, Grant, Ledger
 from gateway.metering import Meter
@@ -53,10 +53,8 @@ class Fleet:
     """What was learned of how much calls write."""
     memory: Memory = field(default_factory=Memory)
     caches: SharedCaches = field(default_factory=SharedCaches)
-    count_trust: Trust = field(default_factory=Trust)
-    """Of the counts of its own tokenizer, by route."""
-    miscounted: set[str] = field(default_factory=set)
-    """Routes whose prompts are not counted as its engines do: their texts say nothing of its blocks."""
+    counts: Counts = field(default_factory=Counts)
+    """Of its own tokenizer: texts that it does not count as its engines do say nothing of its blocks."""
     on_end: "Callable[[Call], None] | None" = None
     """Is told each call that had a place; None = nobody asks."""
 

@@ -173,6 +173,8 @@ class Miscounted(msgspec.Struct, frozen=True):
 
     fleet: str
     route: str
+    key: str = ""
+    """Name of the key that sent them; '' = of all keys."""
 
 
 Event = (

@@ -17,6 +17,10 @@ JUDGED_CALLS = 20
 """So many are judged together."""
 SEEN_PART_MIN = 0.5
 """Of what these were to find."""
+JUDGED_MAX = 10_000
+"""Names that are judged at a time; when more come all begin anew."""
+MISCOUNTED_KEYS_MAX = 3
+"""Where the prompts of so many keys are miscounted, all are."""
 
 
 class _Visit(NamedTuple):
@@ -73,6 +77,8 @@ class Trust:
 
         JUDGED_CALLS times are judged together, and then the next ones: more than expected makes up for nothing.
         """
+        if len(self._sums) >= JUDGED_MAX and name not in self._sums:
+            self._sums.clear()
         sums = self._sums.get(name, _Sums())
         sums = _Sums(sums.calls + 1, sums.expected + expected, sums.seen + min(seen, expected))
         if sums.calls < JUDGED_CALLS:
@@ -83,6 +89,27 @@ class Trust:
 
     def forget(self, name: str) -> None:
         self._sums.pop(name, None)
+
+
+class Counts:
+    """Whether prompts have as many tokens as their engines say, by route and by the key that sends them: what one key
+    asks for may be shown otherwise by engines than is known here, which says nothing of the prompts of others."""
+
+    def __init__(self) -> None:
+        self._trust = Trust()
+        self._wrong: dict[str, set[str]] = {}
+
+    def note(self, route: str, key: str, is_right: bool) -> bool:
+        """One more was counted; True = from now on it is known that those of this key are not counted as they should be."""
+        if self.are_wrong(route, key) or not self._trust.note(f"{route} {key}", 1, int(is_right)):
+            return False
+        self._wrong.setdefault(route, set()).add(key)
+        return True
+
+    def are_wrong(self, route: str, key: str = "") -> bool:
+        """Of that key; without one of all keys."""
+        wrong = self._wrong.get(route, ())
+        return key in wrong or len(wrong) >= MISCOUNTED_KEYS_MAX
 
 
 class _Cache(NamedTuple):

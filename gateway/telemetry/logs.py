@@ -35,8 +35,8 @@ class CallRecords:
             text = "replica %s of fleet %s has less in its prefix cache than it should: nothing more is shared there"
             prefixes.warning(text, event.replica, event.fleet)
         if isinstance(event, Miscounted):
-            text = "fleet %s: its tokenizer does not count prompts of %s as the engines do: nothing is shared there"
-            prefixes.warning(text, event.fleet, event.route)
+            text = "fleet %s: its tokenizer does not count prompts of %s%s as the engines do: nothing is shared there"
+            prefixes.warning(text, event.fleet, event.route, f" by key {event.key}" if event.key else "")
         if isinstance(event, CallEnded) and calls.isEnabledFor(logging.INFO):
             calls.info("call ended", extra={"fields": _call_fields(event)})
 

@@ -814,7 +814,8 @@ def upsets(draw: DrawFn, world: World) -> tuple[str, Any]:
     if kind == "learn":
         return kind, draw(lessons(world))
     if kind == "distrust":
-        return kind, (draw(st.sampled_from(replica_names(world))), draw(st.sampled_from(CACHES)))
+        name = draw(st.sampled_from(replica_names(world)))
+        return kind, (name, draw(caches(world, name)))
     if kind == "policy":
         key = draw(st.sampled_from(sorted(world.policies)))
         return kind, {key: draw(policies(world.limit, world.start.shares))}

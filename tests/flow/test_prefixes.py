@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gateway.core.events import CacheDoubted, PrefixFound
+from gateway.core.events import CacheDoubted, Miscounted, PrefixFound
 from gateway.core.prefixes import PromptCount, points
 from gateway.core.request import GenerationRequest
 from gateway.core.segments import Segment
@@ -463,12 +463,15 @@ async def test_where_prompts_are_not_counted_as_their_engine_does_nothing_is_sha
         gateway(store_url, {"a": engine.url}, caching=True, model_counter=Counting(wrong)) as world,
     ):
         asked = Asked(world, monkeypatch)
+        body, told = chat(messages=[{"role": "user", "content": "word " * 200}]), []
         for turn in range(JUDGED_CALLS):
-            await served(world, chat(messages=[{"role": "user", "content": "word " * 200}]), CHAT)
+            assert (await world.visit(body, path=CHAT)).status == 200
             assert asked.segments, turn
-        await served(world, chat(messages=[{"role": "user", "content": "word " * 200}]), CHAT)
+            told += [(fact.route, fact.key) for fact in world.facts if isinstance(fact, Miscounted)]
+            world.facts.clear()
+        await served(world, body, CHAT)
         assert bool(asked.segments) == (not wrong)
-        assert world.fleet.miscounted == ({CHAT} if wrong else set())
+        assert told == [(CHAT, "anonymous")] * wrong
         await served(world, completion())
         assert asked.segments
         await world.quiet()

@@ -1,13 +1,17 @@
 """Where a beginning is likely to be cached, and whether what is expected is found."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.core import warm
 from gateway.core.sse import Usage
 from gateway.core.warm import (
     JUDGED_CALLS,
+    MISCOUNTED_KEYS_MAX,
     REPLICAS_MAX,
     WARM_SECONDS,
+    Counts,
     Found,
     SharedCaches,
     Trust,
@@ -18,47 +22,47 @@ A, B, C = b"a", b"b", b"c"
 
 
 def test_the_longest_beginning_that_was_seen_decides() -> None:
-    warm = WarmPlaces()
-    warm.note([A], "x", 0.0)
-    warm.note([A, B], "y", 1.0)
-    assert warm.prefer([A, B, C], 2.0) == ("y",)
-    assert warm.prefer([A, C], 2.0) == ("y", "x")
-    assert warm.prefer([C], 2.0) == ()
-    assert warm.prefer([], 2.0) == ()
+    places = WarmPlaces()
+    places.note([A], "x", 0.0)
+    places.note([A, B], "y", 1.0)
+    assert places.prefer([A, B, C], 2.0) == ("y",)
+    assert places.prefer([A, C], 2.0) == ("y", "x")
+    assert places.prefer([C], 2.0) == ()
+    assert places.prefer([], 2.0) == ()
 
 
 def test_a_replica_is_named_once_and_the_last_one_first() -> None:
-    warm = WarmPlaces()
+    places = WarmPlaces()
     for at, replica in enumerate("xyxzx"):
-        warm.note([A], replica, float(at))
-    assert warm.prefer([A], 5.0) == ("x", "z", "y")
+        places.note([A], replica, float(at))
+    assert places.prefer([A], 5.0) == ("x", "z", "y")
 
 
 def test_after_minutes_a_replica_is_as_good_as_any_other() -> None:
-    warm = WarmPlaces()
-    warm.note([A, B], "x", 0.0)
-    warm.note([A], "y", 10.0)
-    assert warm.prefer([A, B], WARM_SECONDS - 1) == ("x",)
-    assert warm.prefer([A, B], WARM_SECONDS + 1) == ("y",)
-    assert warm.prefer([A, B], WARM_SECONDS + 11) == ()
+    places = WarmPlaces()
+    places.note([A, B], "x", 0.0)
+    places.note([A], "y", 10.0)
+    assert places.prefer([A, B], WARM_SECONDS - 1) == ("x",)
+    assert places.prefer([A, B], WARM_SECONDS + 1) == ("y",)
+    assert places.prefer([A, B], WARM_SECONDS + 11) == ()
 
 
 @given(st.lists(st.tuples(st.binary(min_size=1, max_size=1), st.sampled_from("uvwxyz")), max_size=200))
 def test_what_is_remembered_is_bounded(visits: list[tuple[bytes, str]]) -> None:
-    warm = WarmPlaces(generation_max=5)
+    places = WarmPlaces(generation_max=5)
     for at, (key, replica) in enumerate(visits):
-        warm.note([key], replica, float(at))
-        assert warm.prefer([key], float(at))[0] == replica
-        assert len(warm) <= 10
-        assert len(warm.prefer([key], float(at))) <= REPLICAS_MAX
+        places.note([key], replica, float(at))
+        assert places.prefer([key], float(at))[0] == replica
+        assert len(places) <= 10
+        assert len(places.prefer([key], float(at))) <= REPLICAS_MAX
 
 
 def test_what_is_asked_for_stays() -> None:
-    warm = WarmPlaces(generation_max=5)
+    places = WarmPlaces(generation_max=5)
     for at in range(100):
-        warm.note([b"%d" % at, A], "x", float(at))
-    assert warm.prefer([A], 99.0) == ("x",)
-    assert warm.prefer([b"1"], 99.0) == ()
+        places.note([b"%d" % at, A], "x", float(at))
+    assert places.prefer([A], 99.0) == ("x",)
+    assert places.prefer([b"1"], 99.0) == ()
 
 
 def judged(trust: Trust, part: float, calls: int = JUDGED_CALLS, replica: str = "x") -> list[bool]:
@@ -88,6 +92,41 @@ def test_replicas_are_judged_each_for_itself() -> None:
     assert not any(judged(trust, 0.0, JUDGED_CALLS - 1))
     assert not trust.note("y", 1_000, 0)
     assert trust.note("x", 1_000, 0)
+
+
+# Of counts ------------------------------------------------------------------------------------------------------
+
+
+def test_who_is_miscounted_shares_nothing_and_leaves_others_alone() -> None:
+    counts = Counts()
+    for turn in range(2 * JUDGED_CALLS):
+        assert counts.note("chat", "odd", is_right=False) == (turn == JUDGED_CALLS - 1)
+        assert not counts.note("chat", "plain", is_right=True)
+        assert not counts.note("text", "odd", is_right=True)
+    assert counts.are_wrong("chat", "odd")
+    assert not any(counts.are_wrong(*place) for place in (("chat", "plain"), ("text", "odd"), ("chat", "")))
+
+
+def test_where_several_keys_are_miscounted_all_are() -> None:
+    """It is what the settings say of the model, then."""
+    counts = Counts()
+    for at in range(MISCOUNTED_KEYS_MAX):
+        assert not counts.are_wrong("chat")
+        assert any(counts.note("chat", f"key-{at}", is_right=False) for _ in range(JUDGED_CALLS))
+    assert (counts.are_wrong("chat"), counts.are_wrong("chat", "plain"), counts.are_wrong("text")) == (
+        True,
+        True,
+        False,
+    )
+
+
+def test_so_many_are_judged_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warm, "JUDGED_MAX", 5)
+    counts = Counts()
+    for turn in range(50):
+        counts.note("chat", f"key-{turn}", is_right=False)
+        assert len(counts._trust._sums) <= 5
+    assert [counts.note("chat", "last", is_right=False) for _ in range(JUDGED_CALLS)][-1]
 
 
 # Of caches ------------------------------------------------------------------------------------------------------
