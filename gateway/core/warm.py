@@ -100,7 +100,7 @@ class Counts:
         self._wrong: dict[str, set[str]] = {}
 
     def note(self, route: str, key: str, is_right: bool) -> bool:
-        """One more was counted; True = from now on it is known that those of this key are not counted as they should be."""
+        """One more was counted; True = as from now on is known, those of this key are not counted as they should be."""
         if self.are_wrong(route, key) or not self._trust.note(f"{route} {key}", 1, int(is_right)):
             return False
         self._wrong.setdefault(route, set()).add(key)
