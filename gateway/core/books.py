@@ -1842,7 +1842,7 @@ class Books:
     def _confirm(self, known: Call, prefill: int, prefix: Prefix) -> Answer:
         """A call that is declared was never lost; what its owner knows of it may be newer."""
         known.state = "reserved"
-        if not prefill:
+        if not prefill or prefix.computed:
             self._end_prefill(known)
         if prefix.computed:
             self._compute(known)

@@ -40,8 +40,9 @@ function redeclare.run(owner, id, name, key, class, lane, blocks, sequences, pre
     if known.replica ~= name then return {'error', 'declared on another replica'} end
     reserve.claim(id, known)
     reserve.recount(id, known, held, base, path)
-    if prefill == 0 and known.prefilling > 0 then reserve.end_prefill(id, known) end
-    if prefixes.is_computed(prefix) then reserve.compute(id, known) end
+    local computed = prefixes.is_computed(prefix)
+    if (prefill == 0 or computed) and known.prefilling > 0 then reserve.end_prefill(id, known) end
+    if computed then reserve.compute(id, known) end
     return {'same'}
   end
   -- A call runs where nobody places calls any more: its blocks count until it ends.

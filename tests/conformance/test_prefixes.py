@@ -315,6 +315,17 @@ def test_what_left_in_the_same_batch_is_not_shared(store_client: Client) -> None
     assert answers[3] == ["grant", ["r0", 0, CACHE]]
 
 
+def test_who_found_no_room_starts_in_the_same_batch_when_it_may_share(store_client: Client) -> None:
+    """Neither what was looked up for it nor that it did not fit holds any longer."""
+    fleet = Fleet(store_client)
+    holder = fleet.run(50, A, first_token=False)
+    waits = fleet.admit(60, A)
+    answers = fleet.step(waits, ["F", holder])
+    assert [answer[0] for answer in answers] == ["ticket", "ok"]
+    assert fleet.twin.books.calls[waits[1]].state == "unclaimed"
+    assert fleet.used() == 50 + 20
+
+
 @pytest.mark.parametrize("leaves", ["move", "lease", "settle"])
 def test_a_reference_goes_with_its_call(store_client: Client, leaves: str) -> None:
     """Also of one that had no first token."""
@@ -379,13 +390,14 @@ def test_where_others_hold_its_prefix_a_lost_call_needs_room_for_the_rest(store_
     assert fleet.used() == 40 + 10 + 40
 
 
-def test_a_declaration_says_that_the_prompt_is_computed(store_client: Client) -> None:
-    """A first token that would have overtaken it is part of it."""
+@pytest.mark.parametrize("prefill", [0, 4000])
+def test_a_declaration_says_that_the_prompt_is_computed(store_client: Client, prefill: int) -> None:
+    """A first token that would have overtaken it is part of it, whatever it says of the prefill budget."""
     fleet = Fleet(store_client)
     op = fleet.admit(50, A, prefill=4000)
     fleet.step(op)
     declared = declaration(op, "r0", 0, 1)
-    declared[8] = 0
+    declared[8] = prefill
     assert fleet.step(declared) == [["same"]]
     assert fleet.nodes() == {("a", CACHE): (1, 0)}
     assert fleet.twin.books.replicas["r0"].prefill == 0

@@ -667,6 +667,30 @@ TESTED_MUTANTS: dict[str, TestedMutant] = {
         "",
         ("tests/conformance/test_prefixes.py",),
     ),
+    "who did not fit is not looked at when it may share": TestedMutant(
+        "lua/lib/prefixes.lua",
+        "  books.turns = books.turns + 1\n  books.room = books.room + 1\n  books.meta.dirty = 1",
+        "  books.turns = books.turns + 1\n  books.meta.dirty = 1",
+        ("tests/conformance/test_prefixes.py",),
+    ),
+    "what may be shared is looked up once a script": TestedMutant(
+        "lua/lib/prefixes.lua",
+        "if call.gains_at ~= books.turns then",
+        "if not call.gains_at then",
+        ("tests/conformance/test_prefixes.py",),
+    ),
+    "a cache that lies is shared": TestedMutant(
+        "lua/lib/prefixes.lua",
+        "  if cache == replica.distrusted then cache = 0 end\n",
+        "",
+        ("tests/conformance/test_prefixes.py",),
+    ),
+    "a lost call needs room for what others hold": TestedMutant(
+        "lua/commands/redeclare.lua",
+        "elastic.has_blocks(call, replica, prefixes.known(call, replica))",
+        "elastic.has_blocks(call, replica, 0)",
+        ("tests/conformance/test_prefixes.py",),
+    ),
     "what left in the same batch is shared": TestedMutant(
         "lua/lib/prefixes.lua",
         "  if nodes[at + HOLDERS] == 0 then books.turns = books.turns + 1 end -- perhaps the last\n",
