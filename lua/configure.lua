@@ -21,11 +21,13 @@
 --- @include "lib/queue"
 --- @include "lib/rests"
 --- @include "lib/prefixes"
+--- @include "lib/holds"
 local OPERATOR = 'operator'
 
 -- No new placements; a call that a hold was for looks elsewhere.
 local function take_down(replica, state)
   if replica.state ~= 'removed' then replica.state = state end
+  holds.drop(replica)
   replica.held_for = ''
   books.store_replica(replica)
   books.meta.dirty = 1

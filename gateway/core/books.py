@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from gateway.core.elastic import ELASTIC, GUARANTEED, POINTS, SUM_MAX, Path, bound_holds, flat, pack, unpack
+from gateway.core.holds import WARM, Hold, Holds, averaged, counted, is_large
 from gateway.core.nodes import Nodes, Prefix
 from gateway.core.order import (
     APPOINTMENT_MAX_MS,
@@ -27,6 +28,7 @@ from gateway.core.order import (
     FORECAST_MARGIN_PERCENT,
     FORECAST_PLAYED,
     FORECAST_WAITING,
+    HOLDS_ENDED,
     KEPT_PART,
     LOOKAHEAD,
     OPERATOR,
@@ -41,6 +43,7 @@ from gateway.core.order import (
     SLICE,
     TAG_SCALE,
     WORK,
+    YIELD_MS,
 )
 
 Answer = list[Any]
@@ -109,6 +112,14 @@ class Replica:
     """Number of the engine's prefix cache; 0 = nothing is shared there."""
     distrusted: int = 0
     """Number of a cache that holds less than it should: it counts as none."""
+    soft: int = 0
+    """Blocks that are held softly there (`core/holds.py`): no part of `used`."""
+    holds: int = 0
+    """So many holds these are."""
+    soft_end: int = 0
+    """None of them ends before that; 0 while there are none."""
+    history: int = 0
+    """The average of what calls used that ended there, in parts of HISTORY_WEIGHT of a block; 0 before the first."""
 
     def points(self) -> Path:
         return unpack(self.sums) if self.sums else (0,) * POINTS
@@ -180,6 +191,10 @@ class Call:
     promised: int = 0
     """1 = it was promised the guarantee: it is charged in full, and on no replica whose mode is ELASTIC."""
     prefix: Prefix = field(default_factory=Prefix)
+    past: str = ""
+    """Name of the conversation with which it goes on; '' = none."""
+    yields_until: int = 0
+    """The clock until which it lets warm calls go before it; WARM = it is one."""
     expected_ms: int | None = None
     """What was found of its wait when it was admitted; not in the store."""
 
@@ -187,6 +202,10 @@ class Call:
     def own(self) -> int:
         """Blocks that it does not share."""
         return self.blocks - self.prefix.shared
+
+    @property
+    def is_warm(self) -> bool:
+        return self.yields_until == WARM
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,6 +334,7 @@ class Books:
     """Replica and who says that it gets no new calls -> why: OPERATOR, or an owner, with whose lease its word ends."""
     calls: dict[str, Call] = field(default_factory=dict)
     nodes: Nodes = field(default_factory=Nodes)
+    holds: Holds = field(default_factory=Holds)
     keys: dict[str, Key] = field(default_factory=dict)
     owners: dict[str, int] = field(default_factory=dict)
     sessions: dict[str, Session] = field(default_factory=dict)
@@ -477,7 +497,9 @@ class Books:
     def _set_cache(self, replica: Replica, cache: int) -> None:
         """Who waits may share what nobody could before."""
         cache = 0 if cache == replica.distrusted else cache
-        self.dirty = self.dirty or replica.cache != cache
+        if replica.cache != cache:
+            self.dirty = True
+            self._drop_holds(replica)
         replica.cache = cache
 
     def _seat(self, scraper: str, replica: Replica, capacity: Capacity) -> Answer:
@@ -630,7 +652,8 @@ class Books:
         for call in late[:SLICE]:
             self.work -= 1
             self._withdraw(call)
-        return self._forget_places() or len(late) > SLICE
+        more = self._forget_places() or len(late) > SLICE
+        return self._end_holds() or more
 
     def _close(self) -> None:
         self._dispatch()
@@ -672,6 +695,7 @@ class Books:
         before = replica.state
         if any(name == replica.name for name, _ in self.rests):
             replica.state, replica.held_for = "draining", ""
+            self._drop_holds(replica)
         else:
             replica.state = "up"
             if before != "up":
@@ -681,6 +705,7 @@ class Books:
     def _take_down(self, name: str, state: str) -> None:
         """No new placements; a call that a hold was for looks elsewhere."""
         replica = self.replicas[name]
+        self._drop_holds(replica)
         if replica.state != "removed":
             replica.state = state
         replica.held_for = ""
@@ -690,6 +715,81 @@ class Books:
         for name in [r.name for r in self.replicas.values() if r.state == "removed" and not r.sequences]:
             del self.replicas[name]
             self.capacities.pop(name, None)
+
+    # -- soft holds ----------------------------------------------------------------------------------------------
+
+    def _finish_hold(self, name: str) -> None:
+        """The conversation goes on, or its hold makes room."""
+        hold = self.holds.find(name)
+        if hold is None:
+            return
+        del self.holds.holds[name]
+        replica = self.replicas[hold.replica]
+        replica.soft -= hold.blocks
+        replica.holds -= 1
+        if not replica.holds:
+            replica.soft_end = 0
+        self.dirty = True
+
+    def _drop_holds(self, replica: Replica) -> None:
+        """Nothing of them is in the replica's cache any more, or nobody is sent there."""
+        for name, _ in self.holds.of(replica.name):
+            self._finish_hold(name)
+
+    def _end_holds(self) -> bool:
+        """Those whose time is over; True = some are left."""
+        left = HOLDS_ENDED
+        for replica in sorted(self._with_due_holds(), key=lambda r: r.name):
+            if left <= 0:
+                break
+            found = self.holds.of(replica.name)
+            over = [name for name, hold in found if hold.due <= self.clock][:left]
+            for name in over:
+                self._finish_hold(name)
+            left -= len(over)
+            if len(over) < len(found):
+                replica.soft_end = found[len(over)][1].due
+        return bool(self._with_due_holds())
+
+    def _with_due_holds(self) -> list[Replica]:
+        return [r for r in self.replicas.values() if 0 < r.soft_end <= self.clock]
+
+    def _answered(self, replica: Replica, blocks: int, kept: int, name: str) -> None:
+        """A call has ended there that used so many blocks, of which others hold `kept` in nodes; without a name nobody
+        will go on with it."""
+        if replica.state == "removed":
+            return
+        blocks = max(blocks - kept, 1)
+        replica.history = averaged(replica.history, blocks)
+        if not (
+            name and replica.state == "up" and replica.cache and is_large(replica.limit, replica.history)
+        ):
+            return
+        self._finish_hold(name)
+        oldest = self.holds.oldest_to_go(replica.name)
+        if oldest:
+            self._finish_hold(oldest)
+        hold = self.holds.keep(name, replica.name, blocks, self.clock)
+        replica.soft += blocks
+        replica.holds += 1
+        replica.soft_end = replica.soft_end or hold.due
+
+    def _yields(self, past: str) -> int:
+        """Of a call that comes now."""
+        return WARM if self.holds.find(past) else self.clock + YIELD_MS
+
+    @staticmethod
+    def _limit(call: Call, replica: Replica) -> int:
+        """Blocks that a replica has for a call like this one."""
+        return replica.limit if call.is_warm else replica.limit - counted(replica.soft, replica.limit)
+
+    def _home(self, call: Call) -> Replica | None:
+        """Where the conversation is held with which it goes on, if it fits there."""
+        hold: Hold | None = self.holds.find(call.past)
+        replica = self.replicas.get(hold.replica) if hold else None
+        return replica if replica and self._fits(call, replica) else None
+
+    # -- where calls fit -----------------------------------------------------------------------------------------
 
     def _pools(self, lane: str) -> tuple[str, ...]:
         return dict(self._fleet.lanes).get(lane, ())
@@ -749,18 +849,21 @@ class Books:
         later."""
         if replica.used == 0:
             return True
-        by_path = _is_by_path(call, replica)
-        if replica.used + (call.asked if by_path else call.blocks - shared) > replica.limit:
+        by_path, limit = _is_by_path(call, replica), self._limit(call, replica)
+        if replica.used + (call.asked if by_path else call.blocks - shared) > limit:
             return False
-        if replica.full + call.blocks - shared <= replica.limit:  # safe, whatever they write
+        if replica.full + call.blocks - shared <= limit:  # safe, whatever they write
             return True
         path = unpack(call.path) if by_path else flat(call.blocks - shared)
         base = replica.base or call.base
-        return bound_holds(replica.points(), path, replica.assured, replica.limit, base)
+        return bound_holds(replica.points(), path, replica.assured, limit, base)
 
     def _place(self, call: Call) -> Replica | None:
-        """The first pool with room; there, of the replicas that are at most 10 % fuller than the emptiest, the one that
-        shares most with it, then a preferred one; else most free blocks."""
+        """Where its conversation is held softly; else the first pool with room, and there, of the replicas that are at
+        most 10 % fuller than the emptiest, the one that shares most with it, then a preferred one; else most free
+        blocks."""
+        if home := self._home(call):
+            return home
         for pool in self._pools(call.lane):
             room = [r for r in self.replicas.values() if r.pool == pool and self._fits(call, r)]
             if not room:
@@ -796,8 +899,11 @@ class Books:
         """Stand in the queue; `returns`: in a place that was remembered."""
         flow = _flow(call)
         waiting = self._waiting(*flow)
-        if waiting and call.arrival < waiting[0].arrival:
-            self._unhold(waiting[0])  # its turn is later now
+        part = [other for other in waiting if other.is_warm == call.is_warm]
+        if part and call.arrival < part[0].arrival:
+            self._unhold(part[0])  # its turn is later now
+        if not part:
+            self.dirty = True
         if not waiting:
             entry = self._entry(flow)
             self.tags[flow] = min(entry, self.resume.get(flow, entry)) if returns else entry
@@ -805,7 +911,6 @@ class Books:
                 self.later[flow] = Later(self.arrivals, entry)
             self.resume.pop(flow, None)
             self.weights[flow] = self._key(call.key).weight
-            self.dirty = True
         call.state = "queued"
         self.calls[call.id] = call
         self._note_since(call.lane)
@@ -916,7 +1021,8 @@ class Books:
 
     def _park(self, call: Call) -> None:
         """Out of the order, until its key has room; a replica that was held for it is free for others meanwhile."""
-        self._unhold(call)
+        for waiting in self._waiting(*_flow(call)):
+            self._unhold(waiting)
         self.parked.add(_flow(call))
         self._note_since(call.lane)
         self.work -= 1
@@ -963,8 +1069,7 @@ class Books:
         head: Call | None = None
         classes, by_credit = self._class_order(lane)
         for class_ in classes:
-            for key in self._flows(lane, class_):
-                call = self._waiting(lane, class_, key)[0]
+            for call in self._heads(lane, class_):
                 if self._capped(call):
                     self._park(call)
                     return True
@@ -979,21 +1084,33 @@ class Books:
                         return True
         return False
 
-    def _flows(self, lane: str, class_: str) -> list[str]:
-        keys = {c.key for c in self._waiting(lane, class_)}
-        unparked = [k for k in keys if (lane, class_, k) not in self.parked]
-        return sorted(unparked, key=lambda k: (self.tags.get((lane, class_, k), 0), k))[:LOOKAHEAD]
+    def _heads(self, lane: str, class_: str) -> list[Call]:
+        """Who is looked at, in the order of their turns: of the flows' first calls those that have waited long enough,
+        then the warm ones, then the others."""
+        others = self._first_calls(lane, class_, warm=False)
+        warm = self._first_calls(lane, class_, warm=True)
+        if not warm:
+            return others
+        due = [call for call in others if call.yields_until <= self.clock]
+        return [*due, *warm, *(call for call in others if call.yields_until > self.clock)]
+
+    def _first_calls(self, lane: str, class_: str, *, warm: bool) -> list[Call]:
+        """The first one of that part of each of the first flows that are not parked."""
+        heads: dict[str, Call] = {}
+        for call in self._waiting(lane, class_):
+            if call.is_warm == warm and _flow(call) not in self.parked:
+                heads.setdefault(call.key, call)
+        return sorted(heads.values(), key=lambda c: (self.tags.get(_flow(c), 0), c.key))[:LOOKAHEAD]
 
     def _class_order(self, lane: str) -> tuple[list[str], str | None]:
         """Highest class first, except that the lowest class whose credit covers its head goes before all."""
         waiting = [name for name, _ in self._fleet.classes if self._waiting(lane, name)]
         shares = dict(self._fleet.classes)
         for class_ in reversed(waiting):
-            flows = self._flows(lane, class_)
-            if not shares[class_] or not flows:
+            heads = self._heads(lane, class_)
+            if not shares[class_] or not heads:
                 continue
-            head = self._waiting(lane, class_, flows[0])[0]
-            if self.credit.get((lane, class_), 0) >= self._price(class_) * head.blocks:
+            if self.credit.get((lane, class_), 0) >= self._price(class_) * heads[0].blocks:
                 return [class_, *(c for c in waiting if c != class_)], class_
         return waiting, None
 
@@ -1066,8 +1183,10 @@ class Books:
 
     def _first_tag(self, flow: tuple[str, str, str], otherwise: int) -> int:
         """Of the other flows that wait in its class."""
-        others = [key for key in self._flows(*flow[:2])[:2] if key != flow[2]]
-        return self.tags.get((*flow[:2], others[0]), 0) if others else otherwise
+        others = [_flow(c) for c in self._waiting(*flow[:2]) if c.key != flow[2]]
+        return min(
+            (self.tags.get(other, 0) for other in others if other not in self.parked), default=otherwise
+        )
 
     def _share(self, call: Call, replica: Replica) -> None:
         """It is admitted there on the strength of what others have computed: which of its segments that is."""
@@ -1148,8 +1267,11 @@ class Books:
         key.calls += 1
         key.hold_in(call.pool, call.blocks)
         self.calls[call.id] = call
+        self._finish_hold(call.past)
         for lane, _ in self._fleet.lanes:
             head = self.calls.get(self.blocked.get(lane, ""))
+            if head and call.is_warm and head.yields_until > self.clock:
+                continue  # it lets warm ones go before it
             if head and head.id != call.id and self._could_use(head, replica):
                 head.passed += call.blocks
                 passed_before = head.passed - call.blocks
@@ -1228,13 +1350,14 @@ class Books:
         return sum(self._drain_of(drain) or drain.last for drain in drains)
 
     def _predicted_wait(self, call: Call, drain: int) -> int:
-        """Milliseconds until the work ahead of this call, which is not counted as waiting yet, has drained."""
+        """Milliseconds until the work ahead of this call, which is not counted as waiting yet, has drained.  Ahead of a
+        warm one are warm ones alone in its class, ahead of others also those that are likely to come."""
         ahead = 0
         for class_, _ in self._fleet.classes:
             if class_ == call.class_:
                 break
             ahead += sum(c.blocks for c in self._waiting(call.lane, class_))
-        waiting = self._waiting(call.lane, call.class_)
+        waiting = [c for c in self._waiting(call.lane, call.class_) if c.is_warm or not call.is_warm]
         own = call.blocks + sum(c.blocks for c in waiting if c.key == call.key)
         active = {
             flow: weight for flow, weight in self.weights.items() if flow[:2] == (call.lane, call.class_)
@@ -1245,7 +1368,9 @@ class Books:
         share = dict(self._fleet.classes)[call.class_]
         if share:  # of all blocks that go: no more than the rest goes before it
             ahead = min(ahead, _ceil(ahead_in_class * (CREDIT_SCALE - share), share))
-        work = ahead + ahead_in_class
+        lane = [r for r in self.replicas.values() if r.pool in self._pools(call.lane)]
+        held = 0 if call.is_warm else sum(counted(r.soft, r.limit) for r in lane)
+        work = ahead + ahead_in_class + held
         return work * DRAIN_WINDOW_MS // drain
 
     def _drain_is_known(self, lane: str) -> bool:
@@ -1288,15 +1413,20 @@ class Books:
 
     def _foreseen_wait(self, call: Call) -> int | None:
         """Milliseconds until this call starts, by the order played forward over the ends that owners foresee; where
-        calls are charged by their paths, or share, an end does not say how much fits then."""
+        calls are charged by their paths, or share, or some are held softly, an end does not say how much fits then, and
+        warm calls are not in the order that is played."""
         waiting = [c for c in self.calls.values() if c.state == "queued"]
         if self.opens_at or len(waiting) >= FORECAST_WAITING or self.rehearsed:
             return None
         if _flow(call) in self.parked or self._capped(call):
             return None
-        if not self._waiting(*_flow(call)) and self._place(call):
+        before = [c for c in self._waiting(*_flow(call)) if c.is_warm or not call.is_warm]
+        if not before and self._place(call):
             return 0
-        if any(r.elastic or r.shared for r in self.replicas.values() if r.pool in self._pools(call.lane)):
+        lane = [r for r in self.replicas.values() if r.pool in self._pools(call.lane)]
+        if any(r.elastic or r.shared or r.soft for r in lane) or call.is_warm:
+            return None
+        if any(c.is_warm and self._pools(c.lane) and c.class_ in dict(self._fleet.classes) for c in waiting):
             return None
         self.rehearsed = True
         ends, rehearsal = self._ends(), Rehearsal(self, call)
@@ -1358,6 +1488,7 @@ class Books:
         path: bytes,
         promised: int,
         prefix: Sequence[Any],
+        past: str = "",
     ) -> Answer:
         """`queue_max`: tickets that its lane and class may hold, `queue_key_max`: those of them that are its key's.
 
@@ -1365,7 +1496,7 @@ class Books:
         `fingerprint`: of key, route and body, '' until it is asked for.  `once`: hash of key and `Idempotency-Key`,
         always with a fingerprint; '' = none.  `standing`: PLACE_ONLY, ASKED_BACK, or 0.  `held`, `base`, `path`: as in
         `Call`, `held` -1 = all of its blocks, `path` '' = it is charged in full.  `prefix`: block size and segments,
-        or nothing.
+        or nothing.  `past`: name of the conversation with which it goes on.
         """
         if self._foreign(owner, id_):
             return ["refused", "id", "", 0, 0, 0]
@@ -1377,7 +1508,7 @@ class Books:
         call = Call(
             id_, "none", owner, "", "", key, class_, lane, blocks, sequences, prefill, 0, cost, self.clock + wait_ms, 0,
             exclude=tuple(exclude), prefer=tuple(prefer), once=once, fingerprint=fingerprint if once else "",
-            promised=promised, prefix=_prefix(prefix),
+            promised=promised, prefix=_prefix(prefix), past=past, yields_until=self._yields(past),
         )  # fmt: skip
         call.asked, call.base, call.path = _wanted(blocks, held, base, path)
         refusal = self._refuse_second(call) or self._refuse_shut()
@@ -1429,6 +1560,7 @@ class Books:
         path: bytes,
         promised: int,
         prefix: Sequence[Any],
+        past: str = "",
     ) -> Answer:
         """Whether the queue would refuse a call of `least` blocks or more, how many is not known yet.
 
@@ -1442,7 +1574,7 @@ class Books:
             return refusal
         smallest = Call(
             "", "none", owner, "", "", key, class_, lane, least, sequences, 0, 0, cost, self.clock, 0,
-            promised=promised, prefix=_prefix(prefix),
+            promised=promised, prefix=_prefix(prefix), past=past, yields_until=self._yields(past),
         )  # fmt: skip
         smallest.asked, smallest.base, smallest.path = _wanted(least, held, base, path)
         self._set_policy(key, weight, blocks_max, requests_max, pool_share)
@@ -1626,8 +1758,12 @@ class Books:
             return ["refused", "queue_full", "depth_max", waiting, terms.queue_max, self._appointment(call)]
         refusal = self._refuse_to_open_queue(call, terms)
         if refusal is None and not terms.smallest:
-            self._displace(self._waiting(call.lane, call.class_, crowder)[-1])
+            self._displace(self._newest(call.lane, call.class_, crowder))
         return refusal
+
+    def _newest(self, lane: str, class_: str, key: str) -> Call:
+        """Of the warm ones only where there are no others."""
+        return max(self._waiting(lane, class_, key), key=lambda c: (not c.is_warm, c.arrival))
 
     def _crowder(self, call: Call) -> str | None:
         """The key with the most blocks waiting, if they are more than the call's own key would have, and no replica
@@ -1638,7 +1774,7 @@ class Books:
         most, key = max(((b, key) for key, b in blocks.items()), default=(0, ""))
         if blocks.get(call.key, 0) + call.blocks >= most:
             return None
-        newest = self._waiting(call.lane, call.class_, key)[-1]
+        newest = self._newest(call.lane, call.class_, key)
         return None if any(r.held_for == newest.id for r in self.replicas.values()) else key
 
     def _displace(self, call: Call) -> None:
@@ -1678,7 +1814,8 @@ class Books:
 
     def _free(self, call: Call) -> int:
         """Most blocks on one replica that the call may use which no whole demand is counted in."""
-        return max([r.limit - r.full for r in self.replicas.values() if self._could_use(call, r)] + [0])
+        usable = [r for r in self.replicas.values() if self._could_use(call, r)]
+        return max([self._limit(call, r) - r.full for r in usable] + [0])
 
     def _number(self, call: Call) -> None:
         """Its place in its flow, to which a move brings it back."""
@@ -1748,12 +1885,20 @@ class Books:
                 self.replicas[name].held_for = ""
 
     def _settle(
-        self, owner: str, id_: str, used: int, cost: int, corrections: Sequence[int], fingerprint: str
+        self,
+        owner: str,
+        id_: str,
+        used: int,
+        cost: int,
+        corrections: Sequence[int],
+        fingerprint: str,
+        name: str = "",
     ) -> Answer:
         """`used`: blocks really used, `cost`: block-seconds really held; -1 where unknown.
 
         `corrections`: bucket, microseconds that were charged too little (negative: too much), for a call that ran.
-        `fingerprint`: its place is to be remembered if it still waits; '' = it is not.
+        `fingerprint`: its place is to be remembered if it still waits; '' = it is not.  `name`: of the conversation,
+        whose blocks are to be held softly; '' = they are not.
         """
         call = self._mine(owner, id_)
         if call is None:
@@ -1767,7 +1912,12 @@ class Books:
         if call.state == "unclaimed":
             self._release(call, refund=True)
             return ["released"]
+        replica, shared = self.replicas[call.replica], call.prefix.shared
+        before = replica.shared
         self._release(call, refund=False)
+        if used >= 0:
+            kept = shared - (before - replica.shared)  # of its nodes those that others are in
+            self._answered(replica, min(used, call.blocks), kept, name)
         if call.charge:
             self._change_quotas(call.key, corrections)
         if cost >= 0 and call.charged:
@@ -1823,11 +1973,13 @@ class Books:
         call = Call(id_, "reserved", owner, "", "", key, class_, lane, blocks, sequences, prefill, 0, cost, self.clock,
                     0, promised=promised, prefix=_prefix(prefix))  # fmt: skip
         call.asked, call.base, call.path = _wanted(blocks, held, base, path)
+        call.yields_until = WARM  # it ran: soft holds are not in its way
         seats = target.sequences + sequences <= target.sequences_max or target.sequences == 0
         if not force and not (
             seats and self._has_blocks(call, target, self.nodes.known(call.prefix, replica))
         ):
             return ["no_room"]
+        call.yields_until = 0  # and it waits behind no warm call later
         if known:
             self._withdraw(known)
         self._set_policy(key, weight, blocks_max, requests_max, pool_share)

@@ -18,9 +18,12 @@ from typing import Any
 
 from gateway.core.books import Call, FleetConfig, Key, Replica
 from gateway.core.estimate import PREFILL_TOKENS_MIN
+from gateway.core.holds import Hold
 from gateway.core.nodes import Node, NodeName
 from gateway.core.order import (
     DIGEST_MODULUS,
+    HOLD_MS,
+    HOLDS_MAX,
     LOOKAHEAD,
     OPERATOR,
     PLACE_MS,
@@ -68,6 +71,7 @@ class Rule(StrEnum):
     FORESEEN = "nothing is admitted above what a replica's paths leave"
     NODE = "what calls share is counted once, as long as one of them is there"
     SHARED = "who is admitted shares only what is in the cache that its replica has now"
+    SOFT = "what is held softly is the sum of the holds of conversations that nobody has gone on with"
     PROMISE = "who was promised the guarantee is charged in full, and admitted on no elastic replica"
 
 
@@ -96,6 +100,8 @@ class Flow:
     """The tag for those who came after a return; -1 unless calls wait and one has returned."""
     returned: int = 0
     """The last arrival before that return."""
+    warm: int = 0
+    """Of the blocks those of warm calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +113,8 @@ class Line:
     blocks: int = 0
     weights: int = 0
     credit: int = 0
+    warm: int = 0
+    """Of the blocks those of warm calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +151,9 @@ class Snapshot:
     place_ends: Mapping[str, int] = field(default_factory=dict)
     """Of the members of `places`."""
     nodes: Mapping[NodeName, Node] = field(default_factory=dict)
+    holds: Mapping[str, Hold] = field(default_factory=dict)
+    hold_ends: frozenset[str] = frozenset()
+    """Their index, by member."""
     once: Mapping[str, str] = field(default_factory=dict)
     """Hash of key and `Idempotency-Key` -> id of the call that has it."""
     rests: Mapping[tuple[str, str], str] = field(default_factory=dict)
@@ -184,9 +195,9 @@ def _flow(call: Call) -> FlowName:
 def violations(books: Snapshot) -> list[Violation]:
     """All that is wrong with a whole snapshot, in the order of the rules."""
     checks = (
-        _unreadable, _sums, _charges, _nodes, _holdings, _states, _arrivals, _owners, _digests, _indexes, _flow_counts,
-        _line_counts, _places, _resumptions, _once, _parked, _rests, _holds, _blocked_heads, _startable, _overtaken,
-        _quiet,
+        _unreadable, _sums, _charges, _nodes, _soft, _holdings, _states, _arrivals, _owners, _digests,
+        _indexes, _flow_counts, _line_counts, _places, _resumptions, _once, _parked, _rests, _holds,
+        _blocked_heads, _startable, _overtaken, _quiet,
     )  # fmt: skip
     return [violation for check in checks for violation in check(books)]
 
@@ -258,6 +269,34 @@ def _nodes(books: Snapshot) -> Iterator[Violation]:
         yield from _compared(Rule.NODE, about, counts=(counts[name], [node.holders, node.newcomers]))
         if not node.holders + node.newcomers:
             yield Violation(Rule.NODE, about, "somebody in it", "nobody")
+
+
+def _soft(books: Snapshot) -> Iterator[Violation]:
+    """Holds are where calls are sent and where prefixes are cached, and none lasts longer than from now on."""
+    blocks: dict[str, list[int]] = defaultdict(list)
+    ends: dict[str, list[int]] = defaultdict(list)
+    for name, hold in books.holds.items():
+        blocks[hold.replica].append(hold.blocks)
+        ends[hold.replica].append(hold.due)
+        replica = books.replicas.get(hold.replica)
+        if replica is None or replica.state != "up" or not replica.cache or hold.blocks < 1:
+            expected = "blocks on a replica that is up and has a cache"
+            yield Violation(Rule.SOFT, f"hold {name}", expected, hold)
+        if hold.due > books.clock + HOLD_MS:
+            yield Violation(Rule.SOFT, f"hold {name} end", f"at most {books.clock + HOLD_MS}", hold.due)
+    for name, replica in books.replicas.items():
+        about, count = f"replica {name}", len(blocks[name])
+        yield from _compared(
+            Rule.SOFT, about, soft=(sum(blocks[name]), replica.soft), holds=(count, replica.holds)
+        )
+        if count > HOLDS_MAX:
+            yield Violation(Rule.SOFT, f"{about} holds", f"at most {HOLDS_MAX}", count)
+        if bool(replica.soft_end) != bool(count) or replica.soft_end > min(ends[name], default=0):
+            yield Violation(
+                Rule.SOFT, f"{about} soft_end", f"at most {min(ends[name], default=0)}", replica.soft_end
+            )
+    members = {f"{hold.replica}:{hold.due:013d}:{name}" for name, hold in books.holds.items()}
+    yield from _compared(Rule.SOFT, "hold_ends", members=(members, set(books.hold_ends)))
 
 
 def _points(held: Iterable[Call]) -> bytes:
@@ -378,13 +417,13 @@ def _indexes(books: Snapshot) -> Iterator[Violation]:
     calls = books.calls.items()
     queued = [(id_, call) for id_, call in calls if call.state == "queued"]
     expected = {
-        "queue": {f"{c.lane}:{c.class_}:{c.key}:{c.arrival:012d}:{id_}" for id_, c in queued},
+        "queue": {f"{c.lane}:{c.class_}:{c.key}:{int(not c.is_warm)}{c.arrival:012d}:{id_}" for id_, c in queued},
         "deadlines": {f"{id_}:{c.deadline}" for id_, c in queued},
         "owned": {f"{c.owner}:{id_}" for id_, c in calls},
         "outbox": {f"{c.owner}:{id_}" for id_, c in calls if c.state in ("unclaimed", "displaced")},
         "backlog": {f"{lane}:{class_}:{sum(c.blocks for c in waiting):012d}:{key}"
                     for (lane, class_, key), waiting in books.waiting.items()},
-        "order": {_order_member(books, flow) for flow in books.waiting if not books.is_parked(flow)},
+        "order": {_order_member(books, _flow(c), c.is_warm) for _, c in queued if not books.is_parked(_flow(c))},
         "parked": {f"{key}:{lane}:{class_}" for lane, class_, key in books.waiting
                    if books.is_parked((lane, class_, key))},
     }  # fmt: skip
@@ -396,9 +435,10 @@ def _indexes(books: Snapshot) -> Iterator[Violation]:
             yield Violation(Rule.INDEX, f"{name} {member}", "nothing", "listed")
 
 
-def _order_member(books: Snapshot, flow: FlowName) -> str:
+def _order_member(books: Snapshot, flow: FlowName, warm: bool) -> str:
+    """A flow's warm calls are listed under a class of their own."""
     lane, class_, key = flow
-    return f"{lane}:{class_}:{books.flows.get(flow, Flow()).tag:016d}:{key}"
+    return f"{lane}:{':' if warm else ''}{class_}:{books.flows.get(flow, Flow()).tag:016d}:{key}"
 
 
 def _flow_counts(books: Snapshot) -> Iterator[Violation]:
@@ -410,6 +450,7 @@ def _flow_counts(books: Snapshot) -> Iterator[Violation]:
             about,
             waiting=(len(waiting), flow.waiting),
             blocks=(sum(c.blocks for c in waiting), flow.blocks),
+            warm=(sum(c.blocks for c in waiting if c.is_warm), flow.warm),
         )
         if (flow.weight > 0) != bool(waiting):
             yield Violation(Rule.WAITING, f"{about} weight", "above 0 while calls wait, else 0", flow.weight)
@@ -420,14 +461,15 @@ def _flow_counts(books: Snapshot) -> Iterator[Violation]:
 
 
 def _line_counts(books: Snapshot) -> Iterator[Violation]:
-    counts: dict[LineName, list[int]] = defaultdict(lambda: [0, 0, 0])
+    counts: dict[LineName, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
     for flow, waiting in books.waiting.items():
         count = counts[flow[:2]]
         count[0] += len(waiting)
         count[1] += sum(c.blocks for c in waiting)
         count[2] += books.flows.get(flow, Flow()).weight
+        count[3] += sum(c.blocks for c in waiting if c.is_warm)
     for name in books.lines.keys() | counts.keys():
-        line, (calls, blocks, weights) = books.lines.get(name, Line()), counts[name]
+        line, (calls, blocks, weights, warm) = books.lines.get(name, Line()), counts[name]
         about = f"class {':'.join(name)}"
         yield from _compared(
             Rule.WAITING,
@@ -435,6 +477,7 @@ def _line_counts(books: Snapshot) -> Iterator[Violation]:
             waiting=(calls, line.waiting),
             blocks=(blocks, line.blocks),
             weights=(weights, line.weights),
+            warm=(warm, line.warm),
         )
         if line.credit and not calls:
             yield Violation(Rule.WAITING, f"{about} credit", "0 while nobody waits", line.credit)
@@ -480,9 +523,10 @@ def _once(books: Snapshot) -> Iterator[Violation]:
 
 def _parked(books: Snapshot) -> Iterator[Violation]:
     """While a script has left something to do, who is parked for a part of a pool may have room there again."""
-    for flow, waiting in books.waiting.items():
+    for flow in books.waiting:
         rechecked = books.dirty and books.keys.get(flow[2], Key()).pool_share >= 0
-        if books.is_parked(flow) and not _capped(books, waiting[0]) and not rechecked:
+        capped = any(_capped(books, head) for head in _heads(books, flow))
+        if books.is_parked(flow) and not capped and not rechecked:
             yield Violation(Rule.PARKED, f"flow {':'.join(flow)}", "in the order", "parked")
 
 
@@ -505,7 +549,7 @@ def _holds(books: Snapshot) -> Iterator[Violation]:
         call = books.calls.get(replica.held_for)
         if call is None or call.state != "queued":
             yield Violation(Rule.HOLD, f"replica {name} held for", "a call that waits", replica.held_for)
-        elif books.is_parked(_flow(call)) or books.waiting[_flow(call)][0] is not call:
+        elif books.is_parked(_flow(call)) or call not in _heads(books, _flow(call)):
             yield Violation(Rule.HOLD, f"replica {name} held for", "whose turn it is", replica.held_for)
         if replica.state != "up":
             yield Violation(Rule.HOLD, f"replica {name} state", "up", replica.state)
@@ -529,16 +573,27 @@ def _settled(books: Snapshot) -> bool:
     return not books.dirty and not books.opens_at
 
 
+def _heads(books: Snapshot, flow: FlowName) -> list[Call]:
+    """The first of its warm calls, and of the others."""
+    waiting = books.waiting.get(flow, [])
+    parts = ([c for c in waiting if c.is_warm], [c for c in waiting if not c.is_warm])
+    return [part[0] for part in parts if part]
+
+
 def _first_heads(books: Snapshot) -> Iterator[Call]:
-    """The heads that a dispatch looks at: of the first unparked flows of each configured lane and class."""
-    lines: dict[LineName, list[FlowName]] = defaultdict(list)
+    """The heads that a dispatch looks at: of the first unparked flows of each configured lane and class, warm calls and
+    others each for themselves."""
+    lines: dict[tuple[str, str, bool], list[Call]] = defaultdict(list)
     for flow in books.waiting:
-        if not books.is_parked(flow):
-            lines[flow[:2]].append(flow)
+        for head in _heads(books, flow) if not books.is_parked(flow) else ():
+            lines[head.lane, head.class_, head.is_warm].append(head)
     for lane, _ in books.fleet.lanes:
         for class_, _ in books.fleet.classes:
-            flows = sorted(lines[lane, class_], key=lambda f: (books.flows.get(f, Flow()).tag, f[2]))
-            yield from (books.waiting[flow][0] for flow in flows[:LOOKAHEAD])
+            for warm in (True, False):
+                heads = lines[lane, class_, warm]
+                yield from sorted(heads, key=lambda c: (books.flows.get(_flow(c), Flow()).tag, c.key))[
+                    :LOOKAHEAD
+                ]
 
 
 def _startable(books: Snapshot) -> Iterator[Violation]:
@@ -628,15 +683,19 @@ def _has_blocks(books: Snapshot, call: Call, replica: Replica) -> bool:
     """Beside the calls there: for what it holds at first, and for what all of them may hold later."""
     others = books.held.get(replica.name, [])
     by_path, shared = _by_path(books, call, replica), _shared(books, call, replica)
+    limit = replica.limit - _held_back(books, call, replica)
     nodes = sum(blocks for _, name, _, blocks in books.nodes if name == replica.name)
-    if (
-        sum(c.held for c in others) + nodes + (call.asked if by_path else call.blocks - shared)
-        > replica.limit
-    ):
+    if sum(c.held for c in others) + nodes + (call.asked if by_path else call.blocks - shared) > limit:
         return False
     whole = sum(map(_rest, others)) + nodes + call.blocks - shared
     newcomer = replace(call, elastic=int(by_path))
-    return whole <= replica.limit or _is_foreseen([*others, newcomer], replica.limit - nodes + shared)
+    return whole <= limit or _is_foreseen([*others, newcomer], limit - nodes + shared)
+
+
+def _held_back(books: Snapshot, call: Call, replica: Replica) -> int:
+    """What is held softly there: half of the limit at most, and nothing for a warm call."""
+    blocks = sum(hold.blocks for hold in books.holds.values() if hold.replica == replica.name)
+    return 0 if call.is_warm else min(blocks, replica.limit // 2)
 
 
 def _is_foreseen(held: Sequence[Call], limit: int) -> bool:
@@ -676,7 +735,7 @@ def step_violations(before: Snapshot, after: Snapshot) -> list[Violation]:
     """What is wrong with the way from one snapshot to the next, when one script ran between."""
     checks = (
         _gone_back, _admitted_behind_the_gate, _admitted_above_the_limit, _admitted_unforeseen, _admitted_unkept,
-        _admitted_to_old_nodes,
+        _admitted_to_old_nodes, _left_held,
     )  # fmt: skip
     return [violation for check in checks for violation in check(before, after)]
 
@@ -765,6 +824,14 @@ def _admitted_to_old_nodes(before: Snapshot, after: Snapshot) -> Iterator[Violat
             continue
         if _admitted(call) and call.prefix.joined and call.prefix.cache != replica.cache:
             yield Violation(Rule.SHARED, f"call {call.id} cache", replica.cache, call.prefix.cache)
+
+
+def _left_held(before: Snapshot, after: Snapshot) -> Iterator[Violation]:
+    """A conversation goes on: what was held for it is not any more."""
+    for call in _newcomers(before, after.calls.values()):
+        hold = after.holds.get(call.past)
+        if hold is not None and hold == before.holds.get(call.past):
+            yield Violation(Rule.SOFT, f"hold {call.past}", f"none beside call {call.id}", hold)
 
 
 def _admitted_unkept(before: Snapshot, after: Snapshot) -> Iterator[Violation]:

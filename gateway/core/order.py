@@ -1,6 +1,6 @@
 """Constants of the queue's order, shared by the specification and the Lua (a test compares them)."""
 
-LAYOUT = 6
+LAYOUT = 7
 """Number of the layout of the keys; two layouts side by side would hand the budget out twice."""
 LOOKAHEAD = 8
 """Flows of one class that a dispatch looks at before it leaves the class."""
@@ -48,6 +48,20 @@ PLACES = 10_000
 """Remembered at once; the one that would end first makes room."""
 PLACES_OF_FLOW = 1_000
 """Of these may be one flow's; beyond that who leaves it is not remembered, and pushes nobody out."""
+HOLD_MS = 10_000
+"""How long the blocks of an answer are held softly for the next turn of its conversation."""
+HOLDS_MAX = 4_096
+"""Such holds of one replica; beyond it the oldest goes."""
+HOLDS_ENDED = 64
+"""Of those whose time is over one script ends so many."""
+HOLD_PART = 2
+"""One in so many blocks of a replica counts as held softly at most."""
+HISTORIES = 10
+"""There are holds only where the limit is so many times the average of what was used by the calls that ended there."""
+HISTORY_WEIGHT = 64
+"""An answer is one part in so many of that average."""
+YIELD_MS = 30_000
+"""So long after it came a call lets warm ones go before it."""
 QUOTA_BUCKETS = 6
 """Rate quotas that a key may have."""
 SHUT_RETRY_MS = 5000

@@ -35,6 +35,8 @@ KEY_NAMES = (
     "places",
     "place_ends",
     "once",
+    "holds",
+    "hold_ends",
 )
 """Every script declares all of them, in this order; `docs/ledger.md` says what each holds."""
 

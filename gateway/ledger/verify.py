@@ -17,6 +17,7 @@ import redis.asyncio
 from redis.exceptions import RedisError
 
 from gateway.core.books import Call, FleetConfig, Key, Replica
+from gateway.core.holds import Hold
 from gateway.core.invariants import (
     Flow,
     FlowName,
@@ -43,7 +44,7 @@ PAUSE_SECONDS = 0.02
 """Between reads."""
 PAGE_SECONDS = 2.0
 """A store that has not answered a page by then is away."""
-_HASHES = ("replicas", "calls", "keys", "flows", "once", "prefixes")
+_HASHES = ("replicas", "calls", "keys", "flows", "once", "prefixes", "holds")
 _ZSETS = (
     "queue",
     "order",
@@ -55,6 +56,7 @@ _ZSETS = (
     "backlog",
     "places",
     "place_ends",
+    "hold_ends",
 )
 _INDEXES = ("queue", "order", "parked", "owned", "outbox", "backlog", "places")
 
@@ -203,6 +205,8 @@ def snapshot_of(content: Content) -> Snapshot:
         indexes=_indexes(content),
         place_ends=_scores(content["place_ends"]),
         nodes=reader.nodes(),
+        holds=reader.table("holds", "hold", Hold),
+        hold_ends=frozenset(member.decode() for member in content["hold_ends"]),
         once={name: row.id for name, row in reader.table("once", "once", _Once).items()},
         rests=reader.rests(),
         unreadable=tuple(reader.unreadable),

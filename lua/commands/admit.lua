@@ -8,13 +8,14 @@
 --- @include "lib/quotas"
 --- @include "lib/places"
 --- @include "lib/once"
+--- @include "lib/holds"
 -- A id key class lane blocks sequences prefill cost wait_ms weight blocks_max requests_max pool_share queue_max
--- queue_key_max prefer exclude charge fingerprint once standing held base path promised prefix: admit.
+-- queue_key_max prefer exclude charge fingerprint once standing held base path promised prefix past: admit.
 -- fingerprint: of key, route and body, '' until it is asked for.  once: hash of key and `Idempotency-Key`, always with a
 -- fingerprint, '' = none.  standing: 1 = it may wait only in a place that was left, 2 = it comes back when it was asked
 -- to, 0 = as others.  held, base, path: what it is to hold at first (-1 = all) and later, where it is charged by its path
 -- ('' = nowhere).  promised: 1 = the guarantee.  prefix: block size, and {id, blocks} of each segment with which the prompt
--- begins; '' = it shares nothing.
+-- begins; '' = it shares nothing.  past, which may be left out: name of the conversation with which it goes on, '' = none.
 -- grant place missing_us... | ticket position wait_ms missing_us... | fingerprint: ask again with it |
 -- refused code knob measured limit retry_ms
 
@@ -58,7 +59,7 @@ local function enqueue(id, call, place)
 end
 
 function admit.check(op)
-  check.length(op, 27)
+  check.length(op, 28, 27)
   check.id(op)
   check.names(op, 3, 5)
   check.integers(op, 6, 7, 1) -- blocks, sequences
@@ -74,22 +75,24 @@ function admit.check(op)
   check.path(op, 23)
   check.flag(op, 26) -- promised
   check.prefix(op, 27, op[6])
+  if op[28] then check.hashes(op, 28, 28) end -- past
 end
 
 function admit.run(owner, id, key, class, lane, blocks, sequences, prefill, cost, wait_ms, weight, blocks_max,
                    requests_max, pool_share, queue_max, queue_key_max, prefer, exclude, charge, fingerprint, named,
-                   standing, held, base, path, promised, prefix)
+                   standing, held, base, path, promised, prefix, past)
   if owners.foreign(owner, id) then return {'refused', 'id', '', 0, 0, 0} end
   if rows.fetch(records.calls, id) then return claim.run(owner, id) end
   if not books.config.pools[lane] or not books.config.shares[class] then
     return {'refused', 'settings', '', 0, 0, drain.FIRST_APPOINTMENT_MS}
   end
+  past = past or ''
   local call = {state = 'none', owner = owner, replica = '', pool = '', key = key, class = class, lane = lane,
     blocks = blocks, sequences = sequences, prefill = prefill, prefilling = 0, cost = cost,
     deadline = books.meta.clock + wait_ms, arrival = 0, passed = 0, attempt = 0, charged = 0, exclude = exclude,
     prefer = prefer, charge = {},
     once = named, fingerprint = named ~= '' and fingerprint or '', held = 0, elastic = 0, promised = promised,
-    prefix = prefixes.of(prefix)}
+    prefix = prefixes.of(prefix), past = past, yields_until = holds.yields(past)}
   elastic.want(call, held, base, path)
   local refusal = once.refuse(call) or refusals.shut()
   if refusal then return refusal end

@@ -1,6 +1,7 @@
 --- @include "lib/owners"
 --- @include "lib/check"
 --- @include "lib/queue"
+--- @include "lib/holds"
 -- R id replica key class lane blocks sequences prefill cost weight blocks_max requests_max pool_share force fingerprint
 -- once held base path promised prefix: a running call says where it runs and what it holds, after its owner lost its lease
 -- or the store its data.  prefill: what it still holds.  prefix: as in A, then number of the cache, how many segments are
@@ -52,9 +53,11 @@ function redeclare.run(owner, id, name, key, class, lane, blocks, sequences, pre
   local call = {state = 'none', owner = owner, replica = '', pool = '', key = key, class = class, lane = lane,
     blocks = blocks, sequences = sequences, prefill = prefill, prefilling = 0, cost = cost, deadline = books.meta.clock,
     arrival = 0, passed = 0, attempt = 0, charged = 0, exclude = {}, prefer = {}, charge = {}, once = '',
-    fingerprint = '', held = 0, elastic = 0, promised = promised, prefix = prefixes.of(prefix)}
+    fingerprint = '', held = 0, elastic = 0, promised = promised, prefix = prefixes.of(prefix), past = '',
+    yields_until = holds.WARM}
   elastic.want(call, held, base, path)
   if force == 0 and not has_room(call, replica) then return {'no_room'} end
+  call.yields_until = 0 -- it ran: soft holds were not in its way just now, and it waits behind no warm call later
   if known then queue.withdraw(id, known, '') end
   flows.set_policy(key, weight, blocks_max, requests_max, pool_share)
   books.meta.arrivals = books.meta.arrivals + 1

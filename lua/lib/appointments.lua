@@ -1,6 +1,7 @@
 --- @include "lib/flows"
 --- @include "lib/drain"
 --- @include "lib/forecast"
+--- @include "lib/holds"
 -- When a waiting call may hope to start and a refused one should come back.
 local APPOINTMENT_MAX_MS, SHARE_SCALE = 60000, 1000
 
@@ -16,7 +17,18 @@ local function lane_drain(lane)
   return total
 end
 
--- Milliseconds until the work ahead of this call, which is not counted as waiting yet, has drained.
+-- Blocks that are held softly, of which warm calls will take most.
+local function held_softly(lane)
+  local held = 0
+  if not books.soft then return held end
+  for _, pool in ipairs(books.config.pools[lane]) do
+    for _, replica in ipairs(books.pool(pool)) do held = held + holds.counted(replica) end
+  end
+  return held
+end
+
+-- Milliseconds until the work ahead of this call, which is not counted as waiting yet, has drained.  Ahead of a warm one
+-- are warm ones alone in its class, ahead of others also those that are likely to come.
 local function predicted_wait(call, rate)
   local ahead = 0
   for _, class in ipairs(books.config.classes) do
@@ -24,16 +36,19 @@ local function predicted_wait(call, rate)
     ahead = ahead + flows.line(call.lane, class).blocks
   end
   local line, flow = flows.line(call.lane, call.class), rows.fetch(records.flows, flows.name_of(call))
+  local is_warm = holds.is_warm(call)
   local weight, weights = flow.weight, line.weights
   if flow.waiting == 0 then
     weight = rows.fetch(records.keys, call.key).weight
     weights = weights + weight
   end
-  local own = call.blocks + flow.blocks
-  local ahead_in_class = math.min(call.blocks + line.blocks, books.ceil_div(own * weights, weight))
+  local own = call.blocks + (is_warm and flow.warm or flow.blocks)
+  local in_class = call.blocks + (is_warm and line.warm or line.blocks)
+  local ahead_in_class = math.min(in_class, books.ceil_div(own * weights, weight))
   local share = books.config.shares[call.class]
   -- Of all blocks that go its class has a share: no more than the rest goes before it.
   if share > 0 then ahead = math.min(ahead, books.ceil_div(ahead_in_class * (SHARE_SCALE - share), share)) end
+  if not is_warm then ahead = ahead + held_softly(call.lane) end
   return math.floor((ahead + ahead_in_class) * drain.WINDOW_MS / rate)
 end
 

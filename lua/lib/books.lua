@@ -4,7 +4,7 @@
 --- @include "lib/fronts"
 --- @include "lib/elastic"
 -- The content of one fleet's keys while a script runs, and the ledger clock.
-local LAYOUT, WORK = 6, 32
+local LAYOUT, WORK = 7, 32
 
 local meta_key -- of the fleet
 local pools -- name -> rows of its replicas
@@ -32,6 +32,8 @@ function books.begin(keys)
   books.places = 0 -- remembered
   books.replayed = false -- this batch was executed before
   books.owned, books.outbox, books.backlog, books.deadlines = {}, {}, {}, {} -- to write in these zsets
+  books.hold_ends = {} -- to write in that zset, too
+  books.soft = false -- some replica has soft holds
   books.wakes = {} -- owners with new grants
   books.holds = 0 -- replicas that are held for a call, at most
   books.room = 0 -- rises when a replica has more room or is no longer held: until then what did not fit does not fit
@@ -112,6 +114,7 @@ local function read_replicas()
     local replica = read_replica(flat[i], flat[i + 1])
     books.replicas[replica.name] = replica
     if replica.held_for ~= '' then books.holds = books.holds + 1 end
+    if replica.holds > 0 then books.soft = true end
   end
 end
 
@@ -148,7 +151,8 @@ end
 function books.new_replica(name, pool)
   return {name = name, pool = pool, limit = 0, usable = 0, sequences_usable = 0, sequences_max = 0, prefill_max = 0,
     used = 0, sequences = 0, prefill = 0, state = 'removed', held_for = '', mode = 'guaranteed', full = 0, assured = 0,
-    elastic = 0, base = 0, sums = '', shared = 0, cache = 0, distrusted = 0}
+    elastic = 0, base = 0, sums = '', shared = 0, cache = 0, distrusted = 0, soft = 0, holds = 0, soft_end = 0,
+    history = 0}
 end
 
 -- A replica came, changed its pool, or went (nil).
@@ -248,6 +252,8 @@ function books.write(wake_prefix)
   rows.write(records.forecasts)
   rows.write(records.once)
   rows.write(records.nodes)
+  rows.write(records.holds)
+  zsets.write(zsets.HOLD_ENDS, books.hold_ends)
   zsets.write(zsets.OWNED, books.owned)
   zsets.write(zsets.OUTBOX, books.outbox)
   zsets.write(zsets.DEADLINES, books.deadlines)

@@ -8,8 +8,11 @@ local function refuse(i, kind)
   error('argument ' .. i - 1 .. ' is not ' .. kind, 0)
 end
 
-function check.length(op, length)
-  if #op ~= length then error(length - 1 .. ' arguments expected, not ' .. #op - 1, 0) end
+-- least: where the last ones need not be there.
+function check.length(op, length, least)
+  if #op > length or #op < (least or length) then
+    error(length - 1 .. ' arguments expected, not ' .. #op - 1, 0)
+  end
 end
 
 function check.id(op)

@@ -1,5 +1,6 @@
 --- @include "lib/books"
 --- @include "lib/prefixes"
+--- @include "lib/holds"
 -- Calls that are charged by what they may hold later, and whether a replica takes one more: gateway/core/elastic.py has
 -- the rule.  A path has POINTS integers, TILTS for each horizon; packed, 4 bytes each, highest first.
 local POINTS, TILTS, SCALE, SUM_MAX = 33, 3, 64, 4294967295
@@ -61,10 +62,10 @@ local function rooms(room, base, rare)
   return room - margin(base, TILT_1, rare), room - margin(base, TILT_2, rare), room - margin(base, TILT_3, rare)
 end
 
--- Whether what the calls there will hold stays below the limit with this one, which shares so many blocks, in all
--- likelihood.
+-- Whether what the calls there will hold stays below the limit that it has (holds.lua) with this one, which shares so many
+-- blocks, in all likelihood.
 function elastic.bound_holds(call, replica, shared)
-  local room, path, base = SCALE * (replica.limit - replica.assured), nil, replica.base
+  local room, path, base = SCALE * (holds.limit(call, replica) - replica.assured), nil, replica.base
   if elastic.is_by_path(call, replica) then
     path, base = points(call, call.path), call.base
   else
@@ -83,8 +84,9 @@ end
 
 -- For what it would hold now beside what it shares, and in all likelihood for what all calls there will hold later.
 function elastic.has_blocks(call, replica, shared)
-  return replica.used == 0 or (replica.used + elastic.blocks(call, replica) - shared <= replica.limit
-    and (replica.full + call.blocks - shared <= replica.limit or elastic.bound_holds(call, replica, shared)))
+  local limit = holds.limit(call, replica)
+  return replica.used == 0 or (replica.used + elastic.blocks(call, replica) - shared <= limit
+    and (replica.full + call.blocks - shared <= limit or elastic.bound_holds(call, replica, shared)))
 end
 
 -- The sums with the call's path, or without it (direction -1); nil where one is more than the record holds.

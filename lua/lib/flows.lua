@@ -40,14 +40,22 @@ function flows.standing(flow, line)
   return math.max(line.virtual, flow.tag)
 end
 
--- The first tag of the other flows that wait in the call's line.
-function flows.first_tag(call, otherwise)
-  local members = fronts.first(call.lane .. ':' .. call.class, 2)
+-- The first tag of the flows other than the call's among the first of a class, nil where there are none.
+local function other_tag(call, class)
+  local members = fronts.first(call.lane .. ':' .. class, 2)
   for i = 1, math.min(2, #members) do
     local tag, key = string.match(members[i], ':(%d+):([^:]+)$')
     if key ~= call.key then return tonumber(tag) end
   end
-  return otherwise
+  return nil
+end
+
+-- The first tag of the other flows that wait in the call's line.
+function flows.first_tag(call, otherwise)
+  local tag, line = other_tag(call, call.class), flows.line(call.lane, call.class)
+  local warm = line.warm > 0 and other_tag(call, queue.warm_class(call.class)) or nil
+  if tag and warm then return math.min(tag, warm) end
+  return tag or warm or otherwise
 end
 
 -- Of a charge what is left when the flow has used what it is owed; at least 1, so that turns are taken.

@@ -2,6 +2,7 @@
 --- @include "lib/queue"
 --- @include "lib/order"
 --- @include "lib/elastic"
+--- @include "lib/holds"
 -- When a call that has to wait gets its place: the order played forward over the ends of running calls that owners
 -- foresee.  Others start, or leave in vain, as in the books, except that no prefill is given back, that no key reaches a
 -- cap, and that nobody comes.
@@ -211,11 +212,22 @@ local function start_of(call, ends)
   return nil
 end
 
--- Where calls are charged by their paths, or share, an end does not say how much fits then.
+-- Where calls are charged by their paths, or share, or some are held softly, an end does not say how much fits then.
 local function is_uncertain(lane)
   for _, pool in ipairs(books.config.pools[lane]) do
     for _, replica in ipairs(books.pool(pool)) do
-      if replica.elastic > 0 or replica.shared > 0 then return true end
+      if replica.elastic > 0 or replica.shared > 0 or replica.soft > 0 then return true end
+    end
+  end
+  return false
+end
+
+-- Whether warm calls wait, or the call is one: it does not stand in the fair order that is played.
+local function is_out_of_order(call)
+  if holds.is_warm(call) then return true end
+  for _, lane in ipairs(books.waiting > 0 and books.config.lanes or {}) do
+    for _, class in ipairs(books.config.classes) do
+      if flows.line(lane, class).warm > 0 then return true end
     end
   end
   return false
@@ -227,8 +239,9 @@ function forecast.wait(call)
   if books.meta.opens_at > 0 or books.waiting >= FORECAST_WAITING or books.rehearsed then return nil end
   local flow = rows.fetch(records.flows, flows.name_of(call))
   if flow.parked == 1 or placement.capped(call) then return nil end
-  if flow.waiting == 0 and placement.place('', call) then return 0 end
-  if is_uncertain(call.lane) then return nil end
+  local first = flow.waiting == 0 or (holds.is_warm(call) and flow.warm == 0)
+  if first and placement.place('', call) then return 0 end
+  if is_uncertain(call.lane) or is_out_of_order(call) then return nil end
   books.rehearsed = true
   local due = start_of(call, ends_ahead())
   return due and math.floor((due - books.meta.clock) * (100 + FORECAST_MARGIN_PERCENT) / 100)

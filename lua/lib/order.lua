@@ -1,5 +1,6 @@
 --- @include "lib/reserve"
 --- @include "lib/queue"
+--- @include "lib/holds"
 -- The order of the queue (docs/ledger.md): tickets become unclaimed reservations until nothing fits.
 local LOOKAHEAD, CREDIT_SCALE = 8, 1000
 
@@ -25,11 +26,52 @@ local function first_flows(lane, class)
   return members
 end
 
--- The first call of a flow, given by its member of ORDER.
+-- The first call of a flow, given by its member of ORDER, where no warm ones wait in its class.
 local function head_of(lane, class, member)
   local flow = lane .. ':' .. class .. ':' .. zsets.last_part(member)
   local id = zsets.last_part(zsets.with_prefix(zsets.QUEUE, flow, 1)[1])
   return id, rows.fetch(records.calls, id)
+end
+
+-- Of the first flows of a class the heads of one part, their ids.
+local function heads(lane, class, warm)
+  local ids, members = {}, first_flows(lane, warm and queue.warm_class(class) or class)
+  for i = 1, math.min(LOOKAHEAD, #members) do
+    ids[i] = queue.head(lane .. ':' .. class .. ':' .. zsets.last_part(members[i]), warm)
+  end
+  rows.prefetch(records.calls, ids)
+  return ids
+end
+
+-- The ids of the heads of a class in which warm calls wait, in the order of their turns: those that have waited long
+-- enough, the warm ones, the others.
+local function mixed_heads(lane, class)
+  local cold, warm, first, others = heads(lane, class, false), heads(lane, class, true), {}, {}
+  if #warm == 0 then return cold end
+  for _, id in ipairs(cold) do
+    local list = holds.is_due(rows.fetch(records.calls, id)) and first or others
+    list[#list + 1] = id
+  end
+  for _, id in ipairs(warm) do first[#first + 1] = id end
+  for _, id in ipairs(others) do first[#first + 1] = id end
+  return first
+end
+
+-- A function that gives the heads of a class one by one, in the order of their turns: id and call, nil after the last.
+local function heads_in_turn(lane, class)
+  local i = 0
+  if flows.line(lane, class).warm > 0 then
+    local ids = mixed_heads(lane, class)
+    return function()
+      i = i + 1
+      if ids[i] then return ids[i], rows.fetch(records.calls, ids[i]) end
+    end
+  end
+  local members = first_flows(lane, class)
+  return function()
+    i = i + 1
+    if i <= LOOKAHEAD and members[i] then return head_of(lane, class, members[i]) end
+  end
 end
 
 -- Credit for a block that goes before its turn: all but what the block itself earns, so that a class with a share of
@@ -45,10 +87,9 @@ local function class_order(lane)
     local class, row = all[i].class, all[i].row
     if row.waiting > 0 then
       table.insert(classes, 1, class)
-      local first = not favoured and all[i].share > 0 and row.credit > 0 and first_flows(lane, class)[1]
-      if first then
-        local _, head = head_of(lane, class, first)
-        if row.credit >= order.price(class) * head.blocks then favoured = class end
+      if not favoured and all[i].share > 0 and row.credit > 0 then
+        local _, head = heads_in_turn(lane, class)()
+        if head and row.credit >= order.price(class) * head.blocks then favoured = class end
       end
     end
   end
@@ -118,9 +159,7 @@ local function advance(lane)
   local head
   local classes, favoured = class_order(lane)
   for _, class in ipairs(classes) do
-    local members = first_flows(lane, class)
-    for i = 1, math.min(LOOKAHEAD, #members) do
-      local id, call = head_of(lane, class, members[i])
+    for id, call in heads_in_turn(lane, class) do
       if placement.capped(call) then
         queue.park(id, call)
         return true

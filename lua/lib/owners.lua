@@ -2,6 +2,7 @@
 --- @include "lib/queue"
 --- @include "lib/places"
 --- @include "lib/rests"
+--- @include "lib/holds"
 -- Leases, ticket deadlines and the gate that a new epoch closes.
 local SLICE, OUTBOX_MAX = 16, 64
 
@@ -44,10 +45,11 @@ local function expire_tickets()
   return #late > SLICE
 end
 
--- Tickets and remembered places whose time is over; true = some are left.
+-- Tickets, remembered places and soft holds whose time is over; true = some are left.
 function owners.expire()
   local more = expire_tickets()
-  return places.expire() or more
+  more = places.expire() or more
+  return holds.expire() or more
 end
 
 local function all_declared()

@@ -2,6 +2,7 @@
 --- @include "lib/drain"
 --- @include "lib/elastic"
 --- @include "lib/prefixes"
+--- @include "lib/holds"
 -- Where a call fits.
 local POOL_SHARE_SCALE = 1000000
 
@@ -90,6 +91,7 @@ end
 -- The loop is most of what a call costs where there are many replicas: what is rarely true comes first, without a call.
 local function emptiest(id, call, pool)
   local blocks, list, may_vary, gains = call.blocks, books.pool(pool), call.path ~= '', prefixes.gains(call)
+  local cold = books.soft and not holds.is_warm(call)
   local best, best_free, most, shared = nil, nil, 0, 0
   if crowded(pool, elastic.least(call) - (gains and gains.most or 0)) then return nil end
   for i = 1, #list do
@@ -102,7 +104,11 @@ local function emptiest(id, call, pool)
       needed = needed - shared
     end
     local room = used == 0 and math.huge or free
-    if room > most then most = room end
+    if room > most then most = room end -- for warm ones, too
+    if cold and replica.soft > 0 then
+      local held = holds.counted(replica)
+      room, limit = room - held, limit - held
+    end
     if room >= needed and (not best or free > best_free or (free == best_free and replica.name < best.name))
       and fits_besides(id, call, replica, shared)
       and (replica.full + blocks - shared <= limit or used == 0 or elastic.bound_holds(call, replica, shared)) then
@@ -139,9 +145,22 @@ local function warmest(id, call, pool, fullest)
   return best and best.replica
 end
 
--- The first pool of the lane with room; there the warmest replica unless it is 10 % fuller; most free blocks.
+-- Where the conversation is held softly with which the call goes on, if it fits there.
+local function home(id, call)
+  local hold = holds.find(call.past)
+  local replica = hold and books.replicas[hold.replica]
+  if replica and placement.could_use(call, replica) and fits(id, call, replica, prefixes.gain(call, replica)) then
+    return replica
+  end
+  return nil
+end
+
+-- Its home; else the first pool of the lane with room, there the warmest replica unless it is 10 % fuller; most free
+-- blocks.
 function placement.place(id, call)
   if books.unfit[call] == books.room then return nil end
+  local there = home(id, call)
+  if there then return there end
   for _, pool in ipairs(books.config.pools[call.lane]) do
     local best = within_part(call, pool) and emptiest(id, call, pool)
     if best then return warmest(id, call, pool, percent(best) + 10) or best end

@@ -1,5 +1,6 @@
 --- @include "lib/books"
 --- @include "lib/elastic"
+--- @include "lib/holds"
 -- Prefixes that calls on a replica hold together (gateway/core/nodes.py).  A node is a segment there in one cache of the
 -- engine: its blocks are in the replica's sums once, as long as anybody is in it.
 -- A call's prefix, and of its segments: '' where it asks for none, which costs less than a table.  Of a call that only
@@ -36,6 +37,12 @@ end
 -- So many of its segments, the first, are in nodes.
 function prefixes.joined(call)
   return call.prefix[JOINED] or 0
+end
+
+-- Its blocks that are in nodes.
+function prefixes.shared(call)
+  local prefix = call.prefix
+  return #prefix > SIZE and blocks_of(prefix, prefix[JOINED]) or 0
 end
 
 -- Blocks that the call does not share.
@@ -261,6 +268,7 @@ function prefixes.set_cache(replica, cache)
   if cache == replica.distrusted then cache = 0 end
   if cache == replica.cache then return end
   replica.cache = cache
+  holds.drop(replica)
   books.store_replica(replica)
   prefixes.renew()
 end

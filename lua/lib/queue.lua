@@ -2,15 +2,43 @@
 --- @include "lib/fronts"
 --- @include "lib/quotas"
 --- @include "lib/places"
+--- @include "lib/holds"
 -- Tickets and parking: every index of the queue is written here and nowhere else.
-local SLICE = 16
+-- A flow has two parts, its warm calls (holds.lua) and the others, each with a head and a member of ORDER of its own.
+local SLICE, ARRIVALS = 16, 1000000000000
+local WARM_PART, COLD_PART = '0', '1' -- before the arrival number of a member of QUEUE
 
-local function order_member(call, flow)
-  return string.format('%s:%s:%016d:%s', call.lane, call.class, flow.tag, call.key)
+local function order_member(call, flow, class)
+  return string.format('%s:%s:%016d:%s', call.lane, class, flow.tag, call.key)
+end
+
+local function part_of(call)
+  return holds.is_warm(call) and WARM_PART or COLD_PART
 end
 
 local function queue_member(id, call)
-  return string.format('%s:%s:%s:%012d:%s', call.lane, call.class, call.key, call.arrival, id)
+  return string.format('%s:%s:%s:%s%012d:%s', call.lane, call.class, call.key, part_of(call), call.arrival, id)
+end
+
+-- The member of the first call of a flow's part, or nil.
+local function first_of(name, part)
+  return zsets.first_with(zsets.QUEUE, name .. ':' .. part)
+end
+
+-- The first warm call of a flow that has some, or the first other one: its id.
+function queue.head(name, warm)
+  return zsets.last_part(first_of(name, warm and WARM_PART or COLD_PART))
+end
+
+-- Under which ORDER has the flows of a class with warm calls: no name is empty.
+function queue.warm_class(class)
+  return ':' .. class
+end
+
+-- Whether nobody waits in the part of the flow to which the call belongs.
+local function is_part_empty(call, flow)
+  if holds.is_warm(call) then return flow.warm == 0 end
+  return flow.blocks == flow.warm
 end
 
 local function parked_member(call)
@@ -38,27 +66,41 @@ local function count_waiting(call, flow, line, direction)
   local before = flow.blocks
   flow.waiting, flow.blocks = flow.waiting + direction, before + direction * call.blocks
   line.waiting, line.blocks = line.waiting + direction, line.blocks + direction * call.blocks
+  if holds.is_warm(call) then
+    flow.warm, line.warm = flow.warm + direction * call.blocks, line.warm + direction * call.blocks
+  end
   if before > 0 then books.backlog[backlog_member(call, before)] = false end
   if flow.blocks > 0 then books.backlog[backlog_member(call, flow.blocks)] = true end
 end
 
-local function add_to_order(call, flow)
-  local member, horizon = order_member(call, flow), books.horizon[call.lane .. ':' .. call.class]
-  fronts.add(call.lane, call.class, member)
+local function add_part(call, flow, class)
+  local member, horizon = order_member(call, flow, class), books.horizon[call.lane .. ':' .. class]
+  fronts.add(call.lane, class, member)
   note_since(call, books.meta.clock)
   if not horizon or member < horizon then books.moves = books.moves + 1 end
 end
 
-local function take_from_order(call, flow)
-  fronts.take(call.lane, call.class, order_member(call, flow))
+local function take_part(call, flow, class)
+  fronts.take(call.lane, class, order_member(call, flow, class))
   books.moves = books.moves + 1
+end
+
+-- change: add_part or take_part, with each part in which somebody waits.
+local function change_order(call, flow, change)
+  if flow.blocks > flow.warm then change(call, flow, call.class) end
+  if flow.warm > 0 then change(call, flow, queue.warm_class(call.class)) end
+end
+
+-- The part of the call alone.
+local function class_of_part(call)
+  return holds.is_warm(call) and queue.warm_class(call.class) or call.class
 end
 
 -- The flow of a call that waits gets another tag.
 function queue.reorder(call, flow, tag)
-  take_from_order(call, flow)
+  change_order(call, flow, take_part)
   flow.tag = tag
-  add_to_order(call, flow)
+  change_order(call, flow, add_part)
 end
 
 -- The tag of a flow that begins to wait: behind nobody's, unless it took more than others lately.
@@ -68,11 +110,11 @@ function queue.entry(call)
   return math.min(line.virtual, flows.first_tag(call, line.virtual))
 end
 
--- A call that comes back to the head of its flow takes what was held for the one behind: that one's turn is later now,
+-- A call that comes back to the head of its part takes what was held for the one behind: that one's turn is later now,
 -- and on a replica that is held for it nothing would start meanwhile.
 local function unhold_behind(id, call, name)
-  local first = zsets.with_prefix(zsets.QUEUE, name, 1)[1]
-  if queue_member(id, call) < first then queue.unhold(zsets.last_part(first)) end
+  local first = first_of(name, part_of(call))
+  if first and queue_member(id, call) < first then queue.unhold(zsets.last_part(first)) end
 end
 
 -- returns: in a place that was remembered.
@@ -82,6 +124,7 @@ function queue.join(id, call, returns)
   call.state = 'queued'
   rows.store(records.calls, id, call)
   if flow.waiting > 0 and books.holds > 0 then unhold_behind(id, call, name) end
+  local first = is_part_empty(call, flow)
   if flow.waiting == 0 then
     local tag = queue.entry(call)
     flow.tag = returns and flow.resume >= 0 and math.min(tag, flow.resume) or tag
@@ -89,7 +132,9 @@ function queue.join(id, call, returns)
     flow.resume = -1
     flow.weight = rows.fetch(records.keys, call.key).weight
     line.weights = line.weights + flow.weight
-    add_to_order(call, flow)
+  end
+  if first then
+    if flow.parked == 0 then add_part(call, flow, class_of_part(call)) end
     books.meta.dirty = 1
   end
   count_waiting(call, flow, line, 1)
@@ -100,12 +145,22 @@ function queue.join(id, call, returns)
   books.waiting = books.waiting + 1
 end
 
--- Out of the order, until its key has room; a replica that was held for the call is free for others meanwhile.
+-- A replica that is held for the first of a part.
+local function unhold_first(name, part)
+  local first = first_of(name, part)
+  if first then queue.unhold(zsets.last_part(first)) end
+end
+
+-- Out of the order, until its key has room; a replica that was held for it is free for others meanwhile.
 function queue.park(id, call)
   queue.unhold(id)
   local name = flows.name_of(call)
   local flow = rows.fetch(records.flows, name)
-  take_from_order(call, flow)
+  if books.holds > 0 and flow.warm > 0 then
+    unhold_first(name, WARM_PART)
+    unhold_first(name, COLD_PART)
+  end
+  change_order(call, flow, take_part)
   note_last(call)
   redis.call('ZADD', zsets.PARKED, 0, parked_member(call))
   books.parked = nil
@@ -117,7 +172,7 @@ end
 function queue.unpark(call, name, flow)
   if flow.parked == 0 then return end
   redis.call('ZREM', zsets.PARKED, parked_member(call))
-  add_to_order(call, flow)
+  change_order(call, flow, add_part)
   flow.parked = 0
   rows.store(records.flows, name, flow)
   books.work = books.work - 1
@@ -175,7 +230,6 @@ local function end_flow(call, flow, line)
   if flow.parked == 1 then
     redis.call('ZREM', zsets.PARKED, parked_member(call))
   else
-    take_from_order(call, flow)
     note_last(call)
   end
   line.weights = line.weights - flow.weight
@@ -183,11 +237,16 @@ local function end_flow(call, flow, line)
   if places.any(flows.name_of(call)) then flow.resume = flows.standing(flow, line) end
 end
 
+-- The arrival number of the first of a part.
+local function arrival_of(name, part)
+  local first = first_of(name, part)
+  return first and tonumber(string.match(first, ':(%d+):[^:]+$')) % ARRIVALS or math.huge
+end
+
 -- Who came after a return stands where it would without: a place makes good one call's absence.
 local function end_return(call, name, flow)
   if flow.later < 0 then return end
-  local arrival = string.match(zsets.with_prefix(zsets.QUEUE, name, 1)[1], ':(%d+):[^:]+$')
-  if tonumber(arrival) <= flow.returned then return end
+  if math.min(arrival_of(name, WARM_PART), arrival_of(name, COLD_PART)) <= flow.returned then return end
   local tag = math.max(flow.tag, flow.later)
   flow.later, flow.returned = -1, 0
   if flow.parked == 0 and tag > flow.tag then queue.reorder(call, flow, tag) else flow.tag = tag end
@@ -208,6 +267,7 @@ function queue.leave(id, call)
     rows.store(records.lanes, call.lane, lane)
   end
   count_waiting(call, flow, line, -1)
+  if flow.parked == 0 and is_part_empty(call, flow) then take_part(call, flow, class_of_part(call)) end
   if line.waiting == 0 then line.credit = 0 end
   if flow.waiting == 0 then end_flow(call, flow, line) end
   rows.store(records.lines, call.lane .. ':' .. call.class, line)
@@ -227,7 +287,7 @@ function queue.withdraw(id, call, fingerprint)
   quotas.refund(call)
 end
 
--- The newest call of a key that waits there.
+-- The newest call of a key that waits there, of the warm ones only where there are no others.
 local function newest(lane, class, key)
   return zsets.last_part(zsets.last_with_prefix(zsets.QUEUE, lane .. ':' .. class .. ':' .. key))
 end

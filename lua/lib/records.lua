@@ -5,47 +5,50 @@
 
 local kinds = {
   replicas = {
-    key = 2, header = '\220\0\20',
+    key = 2, header = '\220\0\24',
     read = function(_, pool, limit, usable, sequences_usable, sequences_max, prefill_max, used, sequences, prefill,
-      state, held_for, mode, full, assured, elastic, base, sums, shared, cache, distrusted)
+      state, held_for, mode, full, assured, elastic, base, sums, shared, cache, distrusted,
+      soft, holds, soft_end, history)
       return {pool = pool, limit = limit, usable = usable, sequences_usable = sequences_usable,
         sequences_max = sequences_max, prefill_max = prefill_max, used = used, sequences = sequences,
         prefill = prefill, state = state, held_for = held_for, mode = mode, full = full, assured = assured,
-        elastic = elastic, base = base, sums = sums, shared = shared, cache = cache, distrusted = distrusted}
+        elastic = elastic, base = base, sums = sums, shared = shared, cache = cache, distrusted = distrusted,
+        soft = soft, holds = holds, soft_end = soft_end, history = history}
     end,
     write = function(row)
       return row.pool, row.limit, row.usable, row.sequences_usable, row.sequences_max, row.prefill_max, row.used,
         row.sequences, row.prefill, row.state, row.held_for, row.mode, row.full, row.assured, row.elastic,
-        row.base, row.sums, row.shared, row.cache, row.distrusted
+        row.base, row.sums, row.shared, row.cache, row.distrusted, row.soft, row.holds, row.soft_end, row.history
     end,
   },
   calls = {
-    key = 3, header = '\220\0\29',
+    key = 3, header = '\220\0\31',
     read = function(_, state, owner, replica, pool, key, class, lane, blocks, sequences, prefill, prefilling, cost,
       deadline, arrival, passed, attempt, charged, exclude, prefer, charge, once, fingerprint,
-      held, asked, base, path, elastic, promised, prefix)
+      held, asked, base, path, elastic, promised, prefix, past, yields_until)
       return {state = state, owner = owner, replica = replica, pool = pool, key = key, class = class, lane = lane,
         blocks = blocks, sequences = sequences, prefill = prefill, prefilling = prefilling, cost = cost,
         deadline = deadline, arrival = arrival, passed = passed, attempt = attempt, charged = charged,
         exclude = exclude, prefer = prefer, charge = charge, once = once, fingerprint = fingerprint,
         held = held, asked = asked, base = base, path = path, elastic = elastic, promised = promised,
-        prefix = prefix}
+        prefix = prefix, past = past, yields_until = yields_until}
     end,
     write = function(row)
       return row.state, row.owner, row.replica, row.pool, row.key, row.class, row.lane, row.blocks,
         row.sequences, row.prefill, row.prefilling, row.cost, row.deadline, row.arrival, row.passed, row.attempt,
         row.charged, row.exclude, row.prefer, row.charge, row.once, row.fingerprint, row.held, row.asked,
-        row.base, row.path, row.elastic, row.promised, row.prefix
+        row.base, row.path, row.elastic, row.promised, row.prefix, row.past, row.yields_until
     end,
   },
   flows = {
-    key = 6, header = '\153', blank = {0, 0, 0, 0, 0, 0, -1, -1, 0},
-    read = function(_, tag, waiting, blocks, weight, parked, owed, resume, later, returned)
+    key = 6, header = '\154', blank = {0, 0, 0, 0, 0, 0, -1, -1, 0, 0},
+    read = function(_, tag, waiting, blocks, weight, parked, owed, resume, later, returned, warm)
       return {tag = tag, waiting = waiting, blocks = blocks, weight = weight, parked = parked, owed = owed,
-        resume = resume, later = later, returned = returned}
+        resume = resume, later = later, returned = returned, warm = warm}
     end,
     write = function(row)
-      return row.tag, row.waiting, row.blocks, row.weight, row.parked, row.owed, row.resume, row.later, row.returned
+      return row.tag, row.waiting, row.blocks, row.weight, row.parked, row.owed, row.resume, row.later, row.returned,
+        row.warm
     end,
   },
   keys = {
@@ -95,13 +98,23 @@ local kinds = {
       return row.nodes
     end,
   },
-  lines = { -- one class of one lane
-    key = 1, prefix = 'line:', header = '\149', blank = {0, 0, 0, 0, 0},
-    read = function(_, virtual, waiting, blocks, weights, credit)
-      return {virtual = virtual, waiting = waiting, blocks = blocks, weights = weights, credit = credit}
+  holds = { -- of a conversation that was answered a moment ago: where, its blocks, and when its hold ends
+    key = 20, header = '\147',
+    read = function(_, replica, blocks, due)
+      return {replica = replica, blocks = blocks, due = due}
     end,
     write = function(row)
-      return row.virtual, row.waiting, row.blocks, row.weights, row.credit
+      return row.replica, row.blocks, row.due
+    end,
+  },
+  lines = { -- one class of one lane
+    key = 1, prefix = 'line:', header = '\150', blank = {0, 0, 0, 0, 0, 0},
+    read = function(_, virtual, waiting, blocks, weights, credit, warm)
+      return {virtual = virtual, waiting = waiting, blocks = blocks, weights = weights, credit = credit,
+        warm = warm}
+    end,
+    write = function(row)
+      return row.virtual, row.waiting, row.blocks, row.weights, row.credit, row.warm
     end,
   },
   lanes = {

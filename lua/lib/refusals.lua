@@ -1,6 +1,7 @@
 --- @include "lib/placement"
 --- @include "lib/appointments"
 --- @include "lib/queue"
+--- @include "lib/holds"
 -- What a refused call is told: code, knob, measured, limit, retry_ms.
 local POOL_SHARE_SCALE, KEPT_PART = 1000000, 10
 local PLACE_ONLY, ASKED_BACK = 1, 2
@@ -80,7 +81,7 @@ end
 local function most_free(call)
   local free = 0
   for _, replica in pairs(books.replicas) do
-    if placement.could_use(call, replica) then free = math.max(free, replica.limit - replica.full) end
+    if placement.could_use(call, replica) then free = math.max(free, holds.limit(call, replica) - replica.full) end
   end
   return free
 end

@@ -2,6 +2,7 @@
 --- @include "lib/queue"
 --- @include "lib/quotas"
 --- @include "lib/prefixes"
+--- @include "lib/holds"
 -- Taking and giving back blocks, sequences and prefill tokens, and what a call pays for them in the fair order.
 local TAG_SCALE, DIGEST_MODULUS = 64, 281474976710656
 
@@ -49,6 +50,11 @@ function reserve.true_up(call, cost)
   reserve.correct(call, books.ceil_div((cost - call.cost) * TAG_SCALE, rows.fetch(records.keys, call.key).weight))
 end
 
+-- Whether it lets the call go before it, so that being passed counts for nothing.
+local function yields(head, call)
+  return holds.is_warm(call) and head.yields_until > books.meta.clock
+end
+
 -- Every blocked head that this grant passes remembers how many blocks went by.
 local function count_passed(id, call, replica)
   if books.waiting == 0 then return end
@@ -56,7 +62,7 @@ local function count_passed(id, call, replica)
     local head_id = rows.fetch(records.lanes, lane).blocked
     if head_id ~= '' and head_id ~= id then
       local head = rows.fetch(records.calls, head_id)
-      if head and placement.could_use(head, replica) then
+      if head and placement.could_use(head, replica) and not yields(head, call) then
         local before = head.passed
         head.passed = before + call.blocks
         rows.store(records.calls, head_id, head)
@@ -105,6 +111,7 @@ function reserve.take(id, call, replica, state)
   replica.sequences = replica.sequences + call.sequences
   replica.prefill = replica.prefill + call.prefilling
   books.store_replica(replica)
+  holds.finish(call.past)
   reserve.count_held(call, call.blocks, 1)
   rows.store(records.calls, id, call)
   books.moves = books.moves + 1

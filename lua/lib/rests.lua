@@ -1,5 +1,6 @@
 --- @include "lib/books"
 --- @include "lib/queue"
+--- @include "lib/holds"
 -- Replicas that get no new calls though they answer, who says so ('operator', or an owner, with whose lease its word
 -- ends), and why.  In the store {replica, teller, why}... in order, '' while there are none.
 
@@ -29,6 +30,7 @@ function rests.let_answer(replica)
   replica.state = 'up'
   if is_resting(replica.name) then
     replica.state, replica.held_for = 'draining', ''
+    holds.drop(replica)
   elseif before ~= 'up' then
     queue.recheck_parked()
   end

@@ -3,12 +3,17 @@
 function zsets.open(keys)
   zsets.QUEUE, zsets.ORDER, zsets.PARKED, zsets.OWNERS = keys[4], keys[5], keys[8], keys[9]
   zsets.OWNED, zsets.OUTBOX, zsets.DEADLINES, zsets.BACKLOG = keys[11], keys[12], keys[13], keys[16]
-  zsets.PLACES, zsets.PLACE_ENDS = keys[17], keys[18]
+  zsets.PLACES, zsets.PLACE_ENDS, zsets.HOLD_ENDS = keys[17], keys[18], keys[21]
 end
 
 -- The first members, of equal scores, that begin with prefix and a colon; limit -1 = all.
 function zsets.with_prefix(zset, prefix, limit)
   return redis.call('ZRANGEBYLEX', zset, '[' .. prefix .. ':', '(' .. prefix .. ';', 'LIMIT', 0, limit)
+end
+
+-- The first member, of equal scores, that begins with prefix, or nil.
+function zsets.first_with(zset, prefix)
+  return redis.call('ZRANGEBYLEX', zset, '[' .. prefix, '(' .. prefix .. ';', 'LIMIT', 0, 1)[1]
 end
 
 -- The nth such member, or nil.

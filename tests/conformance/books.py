@@ -12,8 +12,9 @@ from gateway.ledger.scripts import KEY_NAMES, fleet_keys
 from gateway.ledger.verify import Content, snapshot_of
 
 ZSETS = frozenset(
-    ("queue", "order", "parked", "owners", "owned", "outbox", "deadlines", "backlog", "places", "place_ends")
-)
+    ("queue", "order", "parked", "owners", "owned", "outbox", "deadlines", "backlog", "places", "place_ends",
+     "hold_ends")
+)  # fmt: skip
 READ = KEY_NAMES
 
 

@@ -156,6 +156,13 @@ class BooksMachine(RuleBasedStateMachine):
         for ops in parts:
             self.send((owner, ops))
 
+    @rule(batches=sent(traffic.conversations), pause=PAUSES)
+    def converse(self, batches: tuple[str, list[list[Op]]], pause: int) -> None:
+        """Some time passes before the last batch."""
+        owner, parts = batches
+        for at, ops in enumerate(parts):
+            self.send((owner, ops), pause if at == len(parts) - 1 else 0)
+
     @rule(batches=sent(traffic.successions), restarts=st.sampled_from((None, None, 2, 3, 4, 5)))
     def succeed(self, batches: tuple[str, list[list[Op]]], restarts: int | None) -> None:
         """The engines are restarted before the batch of that number, where there is one."""

@@ -28,6 +28,8 @@ SOME = (
     "a flow that left stays in the front",
     "the bound is not looked at",
     "whole demands are not given back",
+    "soft hold leaked: it stays when its conversation goes on",
+    "the sum of soft holds drifts",
 )
 
 

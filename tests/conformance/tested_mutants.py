@@ -135,7 +135,7 @@ TESTED_MUTANTS: dict[str, TestedMutant] = {
     ),
     "of those who return one goes before its turn": TestedMutant(
         "lua/lib/queue.lua",
-        "  if tonumber(arrival) <= flow.returned then return end\n",
+        "  if math.min(arrival_of(name, WARM_PART), arrival_of(name, COLD_PART)) <= flow.returned then return end\n",
         "",
         ("tests/conformance/test_places.py",),
     ),
@@ -591,14 +591,14 @@ TESTED_MUTANTS: dict[str, TestedMutant] = {
     ),
     "ends of calls with paths are foreseen": TestedMutant(
         "lua/lib/forecast.lua",
-        "  if is_uncertain(call.lane) then return nil end\n",
-        "",
+        "  if is_uncertain(call.lane) or is_out_of_order(call) then return nil end\n",
+        "  if is_out_of_order(call) then return nil end\n",
         ("tests/conformance/test_elastic.py",),
     ),
     "blocks that are promised to paths are told as free": TestedMutant(
         "lua/lib/refusals.lua",
-        "math.max(free, replica.limit - replica.full)",
-        "math.max(free, replica.limit - replica.used)",
+        "math.max(free, holds.limit(call, replica) - replica.full)",
+        "math.max(free, holds.limit(call, replica) - replica.used)",
         ("tests/conformance/test_elastic.py",),
     ),
     "what calls hold now is given back like whole demands": TestedMutant(

@@ -169,7 +169,8 @@ def ends(world: World) -> list[int]:
     """Milliseconds until the next ends of leases, deadlines and remembered places, and of the closed gate."""
     books = world.books
     deadlines, places = (c.deadline for c in world.calls(None, "queued")), (p.end for p in books.places)
-    times = {*books.owners.values(), *deadlines, *places, books.opens_at}
+    holds = (hold.due for hold in books.holds.holds.values())
+    times = {*books.owners.values(), *deadlines, *places, *holds, books.opens_at}
     return sorted(t - books.clock for t in times if books.clock < t <= books.clock + REACH_MS)[:3]
 
 
@@ -347,14 +348,58 @@ def admits(draw: DrawFn, world: World) -> Op:
 # -- batches ---------------------------------------------------------------------------------------------------------
 
 
+CONVERSATIONS = tuple(f"{at:016x}" for at in range(0xC0, 0xC6))
+"""Names of conversations."""
+
+
+def pasts(world: World) -> st.SearchStrategy[list[str]]:
+    """The last argument of an A or Q: what it goes on with, mostly nothing, which may be left out."""
+    held = sorted(world.books.holds.holds)
+    named = st.sampled_from((*CONVERSATIONS, *held, *held))
+    goes_on = st.booleans() if world.start.caches else st.just(False)
+    return goes_on.flatmap(lambda on: st.tuples(named).map(list) if on else st.sampled_from(([], [""])))
+
+
+def turns(world: World) -> st.SearchStrategy[Op]:
+    """Calls that may go on with a conversation."""
+    return st.tuples(admits(world), pasts(world)).map(lambda parts: [*parts[0], *parts[1]])
+
+
 @st.composite
 def arrivals(draw: DrawFn, world: World, owner: str) -> list[Op]:
-    return [draw(admits(world))]
+    return [draw(turns(world))]
 
 
 @st.composite
 def rushes(draw: DrawFn, world: World, owner: str) -> list[Op]:
-    return draw(st.lists(admits(world), min_size=2, max_size=6))
+    return draw(st.lists(turns(world), min_size=2, max_size=6))
+
+
+@st.composite
+def conversations(draw: DrawFn, world: World, owner: str) -> list[list[Op]]:
+    """Answers end whose conversations are likely to go on, others come for whom too little is left, and they go on."""
+    key, class_, lane = draw(admits(world))[2:5]
+    held = world.calls(owner, "reserved", "unclaimed")
+    names, used = st.sampled_from(CONVERSATIONS), st.sampled_from((1, 1, world.limit // 4))
+    replicas = world.books.replicas  # where what ended first was large nothing is held for long
+    ends = [
+        ["S", c.id, draw(used) if replicas[c.replica].history else 1, -1, [], "",
+         *([draw(names)] if world.start.caches else [])]
+        for c in held
+    ]  # fmt: skip
+    where = st.sampled_from(([], [], ["r0"]))
+
+    def call(key: str, blocks: int, past: list[str]) -> Op:
+        return ["A", world.new_id(), key, class_, lane, blocks, 1, 0, blocks, 10**6, *world.policies[key], 100, 100, [],
+                draw(where), [], "", "", 0, *IN_FULL, *past]  # fmt: skip
+
+    other = draw(st.sampled_from(sorted(world.policies)))
+    sizes = st.sampled_from((1, world.limit // 4, world.limit // 2, world.limit - 1, world.limit))
+    first = [call(other, 1, []) for _ in range(draw(st.integers(0, 2)))]
+    cold = [call(other, draw(sizes), []) for _ in range(draw(st.integers(0, 3)))]
+    warm = [call(key, draw(sizes), [draw(names)]) for _ in range(draw(st.integers(1, 3)))]
+    parts = draw(st.sampled_from(([ends, cold, warm], [ends, warm, cold], [ends, [*cold, *warm]])))
+    return [first, *parts] if world.start.caches else [first, ends, cold]
 
 
 @st.composite
@@ -441,7 +486,7 @@ def questions(draw: DrawFn, world: World, owner: str) -> list[Op]:
     own_ahead = draw(st.integers(0, ahead))
     standing, demand = draw(st.sampled_from(STANDINGS)), draw(demands(world, least))
     demand[-1] = demand[-1][:1]
-    asked = ["Q", least, likely, *call, *terms, standing, ahead, own_ahead, *demand]
+    asked = ["Q", least, likely, *call, *terms, standing, ahead, own_ahead, *demand, *draw(pasts(world))]
     return [*draw(st.one_of(settles(world, owner), st.just([]))), asked, asked]
 
 
@@ -599,7 +644,7 @@ def mixtures(draw: DrawFn, world: World, owner: str) -> list[Op]:
     touched = draw(touches(world, owner))
     once = [op for op in touched if op[0] != "Z" or not (op[1] in grown or grown.add(op[1]))]
     frees = [*draw(settles(world, owner)), *once]
-    asks = draw(st.lists(admits(world), max_size=3))
+    asks = draw(st.lists(turns(world), max_size=3))
     if draw(st.booleans()):
         return [*frees, *asks]
     return [op for pair in zip_longest(frees, asks) for op in pair if op]
@@ -684,6 +729,11 @@ MALFORMED: tuple[Op, ...] = (
     ["S", "00000000aa", 1, 1, [0], ""],
     ["S", "00000000aa", 1, 1, [], "0123"],
     ["S", "00000000aa", 1, 1, [], "0123456789abcde:"],
+    ["S", "00000000aa", 1, 1, [], "", "0123"],
+    ["S", "00000000aa", 1, 1, [], "", "", ""],
+    [*_admit(1), "0123"],
+    [*_admit(1), 7],
+    [*_admit(1), "", ""],
     _admit(1, charge=[0, 1]),
     _admit(1, charge=[0, -1, 5]),
     ["Z", "00000000aa", 0, 0, b""],
@@ -721,11 +771,15 @@ MALFORMED: tuple[Op, ...] = (
 
 @st.composite
 def settle(draw: DrawFn, call: Call) -> Op:
-    used, cost = draw(st.sampled_from(((-1, -1), (1, 0), (1, 1), (1, call.cost * 2))))
+    used, cost = draw(
+        st.sampled_from(((-1, -1), (1, 0), (1, 0), (1, 1), (1, 1), (call.blocks, call.cost * 2)))
+    )
+
     corrections = draw(
         st.sampled_from(([], [], [0, -1_000_000], [0, 2_500_000, 5, -1], [call_bucket(call), 7]))
     )
-    return ["S", call.id, used, cost, corrections, draw(st.sampled_from(("", FINGERPRINTS[0])))]
+    name = draw(st.sampled_from(([], [""], *([name] for name in CONVERSATIONS))))
+    return ["S", call.id, used, cost, corrections, draw(st.sampled_from(("", FINGERPRINTS[0]))), *name]
 
 
 def call_bucket(call: Call) -> int:

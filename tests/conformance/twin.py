@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import msgspec
@@ -200,6 +201,8 @@ def lua_content(content: Content) -> dict[str, Any]:
         "forecast": {_text(k): decode_record("forecast", v)["ends"] for k, v in content["forecast"].items()},
         "once": {_text(k): decode_record("once", v)["id"] for k, v in content["once"].items()},
         "nodes": {name: (node.holders, node.newcomers) for name, node in snapshot_of(content).nodes.items()},
+        "holds": _hash(content, "holds"),
+        "hold_ends": sorted(map(_text, content["hold_ends"])),
     }
 
 
@@ -236,6 +239,7 @@ def spec_content(books: Books) -> dict[str, Any]:
                 "resume": resume,
                 "later": later.tag if later else -1,
                 "returned": later.arrival if later else 0,
+                "warm": sum(c.blocks for c in waiting if c.is_warm),
             }
     lines = {}
     for lane_class in {f[:2] for f in flow_names} | set(books.virtual) | set(books.credit):
@@ -246,6 +250,7 @@ def spec_content(books: Books) -> dict[str, Any]:
             "blocks": sum(c.blocks for c in waiting),
             "weights": sum(w for f, w in books.weights.items() if f[:2] == lane_class),
             "credit": books.credit.get(lane_class, 0),
+            "warm": sum(c.blocks for c in waiting if c.is_warm),
         }
         if any(row.values()):
             lines[":".join(lane_class)] = row
@@ -283,10 +288,13 @@ def spec_content(books: Books) -> dict[str, Any]:
         "capacities": {name: _row(c, "capacity") for name, c in books.capacities.items()},
         "owners": dict(books.owners),
         "sessions": {owner: _session(books, owner) for owner in books.sessions},
-        "queue": sorted(f"{c.lane}:{c.class_}:{c.key}:{c.arrival:012d}:{c.id}" for c in queued),
+        "queue": sorted(
+            f"{c.lane}:{c.class_}:{c.key}:{int(not c.is_warm)}{c.arrival:012d}:{c.id}" for c in queued
+        ),
         "order": sorted(
-            f"{lane}:{class_}:{books.tags.get((lane, class_, key), 0):016d}:{key}"
-            for lane, class_, key in {(c.lane, c.class_, c.key) for c in queued} - books.parked
+            f"{lane}:{':' * warm}{class_}:{books.tags.get((lane, class_, key), 0):016d}:{key}"
+            for (lane, class_, key), warm in {(_flow(c), c.is_warm) for c in queued}
+            if (lane, class_, key) not in books.parked
         ),
         "parked": sorted(f"{key}:{lane}:{class_}" for lane, class_, key in books.parked),
         "owned": sorted(f"{c.owner}:{c.id}" for c in books.calls.values()),
@@ -306,6 +314,8 @@ def spec_content(books: Books) -> dict[str, Any]:
         },
         "once": {c.once: c.id for c in books.calls.values() if c.once},
         "nodes": {name: (node.holders, node.newcomers) for name, node in books.nodes.nodes.items()},
+        "holds": {name: asdict(hold) for name, hold in books.holds.holds.items()},
+        "hold_ends": sorted(f"{h.replica}:{h.due:013d}:{name}" for name, h in books.holds.holds.items()),
     }
 
 

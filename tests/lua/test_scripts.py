@@ -55,6 +55,13 @@ def constant(name: str, text: str = "") -> float:
         ("PLACE_MS", order.PLACE_MS),
         ("PLACES", order.PLACES),
         ("PLACES_OF_FLOW", order.PLACES_OF_FLOW),
+        ("HOLD_MS", order.HOLD_MS),
+        ("HOLDS_MAX", order.HOLDS_MAX),
+        ("HOLDS_ENDED", order.HOLDS_ENDED),
+        ("HOLD_PART", order.HOLD_PART),
+        ("HISTORIES", order.HISTORIES),
+        ("HISTORY_WEIGHT", order.HISTORY_WEIGHT),
+        ("YIELD_MS", order.YIELD_MS),
         ("SEGMENTS_MAX", SEGMENTS_MAX),
         ("PREFILL_TOKENS_MIN", PREFILL_TOKENS_MIN),
         ("WIDTH", NODE_WIDTH),
@@ -85,6 +92,7 @@ KINDS = {
     "lane": "lanes",
     "once": "once",
     "node": "nodes",
+    "hold": "holds",
     "drain": "drains",
     "capacity": "capacities",
     "forecast": "forecasts",
@@ -168,7 +176,7 @@ def test_a_command_checks_as_many_values_as_it_takes(fragment: Path) -> None:
     """An op is its letter and the arguments; the owner comes from the batch."""
     text = fragment.read_text()
     parameters = re.search(rf"function {fragment.stem}\.run\(([^)]*)\)", text)
-    length = re.search(r"check\.length\(op, (\d+)\)", text)
+    length = re.search(r"check\.length\(op, (\d+)[,)]", text)
     assert parameters
     assert length
     assert int(length[1]) == len(parameters[1].split(","))
@@ -195,5 +203,5 @@ def test_a_missing_fragment_is_an_error(tmp_path: Path) -> None:
 def test_all_keys_of_a_fleet_share_a_hash_tag() -> None:
     keys = fleet_keys("llama-70b")
     assert keys[0] == "{kvgate:llama-70b}:meta"
-    assert len(keys) == len(KEY_NAMES) == 19
+    assert len(keys) == len(KEY_NAMES) == 21
     assert {key.split("}")[0] for key in keys} == {"{kvgate:llama-70b"}
