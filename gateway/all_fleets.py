@@ -96,9 +96,11 @@ class Joint:
         if self._inside is not None:
             self._inside.grow(held, base, path)
 
-    def settle(self, used_blocks: int | None, cost: int | None, used: Units | None = None) -> None:
+    def settle(
+        self, used_blocks: int | None, cost: int | None, used: Units | None = None, name: str = ""
+    ) -> None:
         if self._inside is not None:
-            self._inside.settle(used_blocks, cost, used)
+            self._inside.settle(used_blocks, cost, used, name)
         self._limits.settle(None, None, used)
 
     def _joined(self, within: Grant, inside: Grant | Refusal) -> Grant | Refusal:

@@ -746,6 +746,7 @@ def _plan(settings: Settings, fleet: FleetSettings) -> FleetPlan:
         media=_media_rule(fleet.media),
         share_prompt_of_n=fleet.share_prompt_of_n,
         share_prefixes=fleet.share_prefixes == AUTO,
+        soft_hold=fleet.soft_hold == AUTO,
         safe_fraction=fleet.safe_fraction,
         overtake_blocks=fleet.overtake_blocks,
         pools=tuple((pool.name, pool.max_prompt_tokens) for pool in fleet.pools),

@@ -21,9 +21,11 @@ from gateway.core.outcomes import Code, Outcome, Refusal
 from gateway.core.prefixes import SeenPoints
 from gateway.core.quota import AllFleets, Charge, Quota
 from gateway.core.request import GenerationRequest, Request
+from gateway.core.returns import ReturnsByKind
 from gateway.core.route import KeyLimits
 from gateway.core.segments import Segment
 from gateway.core.sse import Usage
+from gateway.core.talk import Talk
 from gateway.core.warm import Counts, SharedCaches, WarmPlaces
 from gateway.estimates import Guess
 from gateway.ledger.api import Admission, Grant, Ledger
@@ -51,6 +53,8 @@ class Fleet:
     """What was learned of estimates."""
     lengths: LearnedLengths = field(default_factory=LearnedLengths)
     """What was learned of how much calls write."""
+    returns: ReturnsByKind = field(default_factory=ReturnsByKind)
+    """Whose conversations go on soon."""
     memory: Memory = field(default_factory=Memory)
     caches: SharedCaches = field(default_factory=SharedCaches)
     counts: Counts = field(default_factory=Counts)
@@ -128,6 +132,10 @@ class Call:
     """What others may hold as well, by its tokens."""
     prefer: tuple[str, ...] = ()
     """Replicas that lately had its beginning."""
+    talk: Talk | None = None
+    """Names of its conversation; None where it has none, or nobody would keep it."""
+    came_back: bool = False
+    """That was answered lately."""
     doubted: bool = False
     """Its replica's cache had too little of what it should have, of this call and others."""
     charges: tuple[Charge, ...] = ()
@@ -279,6 +287,7 @@ class Call:
             segments=self.segments,
             block_size=self.block_size,
             prefer=self.prefer,
+            past=self.talk.past if self.talk else "",
         )
 
     def course(self) -> Course | None:

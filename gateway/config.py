@@ -329,6 +329,8 @@ class Fleet(_Strict, frozen=True, kw_only=True):
     share_prompt_of_n: bool = False
     share_prefixes: str | bool = AUTO
     """AUTO or OFF once loaded: YAML reads a bare `off` as false."""
+    soft_hold: str | bool = AUTO
+    """As `share_prefixes`."""
     speculative_tokens: Annotated[int, Meta(ge=0, le=1_024)] = 0
     encoder_tokens: Annotated[int, Meta(ge=0, le=65_536)] = 0
     """What an encoder-decoder model keeps for a sequence beside its context; Whisper: 1,500."""
@@ -1012,6 +1014,7 @@ def _completed_fleet(fleet: Fleet, path: str, folder: Path, common: Access) -> F
         tokenizer=_completed_tokenizer(fleet.tokenizer, folder),
         media=_completed_media(fleet.media, f"{path}.media"),
         share_prefixes=OFF if fleet.share_prefixes is False else fleet.share_prefixes,
+        soft_hold=OFF if fleet.soft_hold is False else fleet.soft_hold,
     )
 
 
@@ -1286,6 +1289,7 @@ def _check_fleet(fleet: Fleet, path: str) -> None:
         shown = fleet.default_output_tokens
         raise ConfigError(f"{path}.default_output_tokens", f"{shown} is over max_output_tokens ({cap})")
     _one_of(f"{path}.share_prefixes", fleet.share_prefixes, (AUTO, OFF))
+    _one_of(f"{path}.soft_hold", fleet.soft_hold, (AUTO, OFF))
     _unique(f"{path}.pools[{{}}].name", (pool.name for pool in fleet.pools), "pool")
     _check_bounds(fleet.pools, path)
     _check_lanes(fleet, path)

@@ -16,7 +16,7 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from gateway import all_fleets, beginnings
+from gateway import all_fleets, beginnings, talks
 from gateway.all_fleets import Joint
 from gateway.background import Background, Crowded, Place
 from gateway.call import Call, Client, Relay
@@ -112,6 +112,7 @@ class Flow:
         if not call.request.holds_blocks:
             return await self._pass_on(call, client)
         call.request = call.generation.by_rule(rule)
+        await talks.read(call, time.monotonic())
         demand = await self._estimate(call)
         if isinstance(demand, Refusal):
             return demand
@@ -147,7 +148,8 @@ class Flow:
                 answer = await reservation.moved(answer.replica)
             return self._explained(call, demand, answer)
         finally:
-            reservation.settle(*blocks_used(call, demand), units_counted(call, demand))
+            used, units = blocks_used(call, demand), units_counted(call, demand)
+            reservation.settle(*used, units, talks.ended(call, time.monotonic()))
             _learn(call)
             call.relay = None  # the two would stay until the collector comes round
 
@@ -284,7 +286,7 @@ class Flow:
         return limited or call.fleet.ledger.refused_lately
 
     def _known_refusal(self, call: Call, lanes: Sequence[str]) -> Refusal | None:
-        if call.asked_back:
+        if call.asked_back or call.came_back:
             return None  # what is kept for it was not open to those who were refused
         class_, key = call.terms.class_, call.terms.key
         known = call.fleet.ledger.known_refusal(lanes, class_, key)
@@ -356,6 +358,7 @@ class Flow:
         """One attempt: the call to its replica, the answer to the client.  None when that is complete."""
         call.advance(Event.GRANTED)
         call.grant = grant
+        talks.note_grant(call, grant.warm)
         call.sent_at = time.monotonic()
         relay = client.relay(call, partial(self._first_token, call, demand, grant, reservation))
         call.relay = relay

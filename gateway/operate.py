@@ -11,7 +11,7 @@ from gateway.adminclient import AdminClient, field
 from gateway.table import table
 
 LENGTHS_HEAD = ("TOKENS", "REACHED", "ENDED", "SURVIVAL")
-HEAD = ("FLEET", "POOL", "REPLICA", "STATE", "WHY", "MODE", "LIMIT", "RESERVED", "SEQUENCES")
+HEAD = ("FLEET", "POOL", "REPLICA", "STATE", "WHY", "MODE", "LIMIT", "RESERVED", "SOFT", "SEQUENCES")
 
 
 def add_replica_arguments(parser: argparse.ArgumentParser) -> None:
@@ -94,7 +94,8 @@ def _replica_rows(fleet: str, state: Mapping[str, Any]) -> Iterator[list[str]]:
         for name, replica in inside["replicas"].items():
             why = ",".join(field(replica, "rests")) or "-"
             mode = field(replica, "mode")
-            numbers = [str(replica[figure]) for figure in ("limit", "reserved", "sequences")]
+            figures = ("limit", "reserved", "soft_blocks", "sequences")
+            numbers = [str(field(replica, figure)) for figure in figures]
             yield [fleet, pool, name, replica["state"], why, mode, *numbers]
 
 

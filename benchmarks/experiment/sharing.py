@@ -2,25 +2,18 @@
 
 What all calls of a trace begin with is one piece, which the trace knows and `gateway` has to find.  Whoever is admitted
 while somebody past its first token holds it needs its blocks less.  A session's next turn is warm while its last one's
-blocks are held softly: they count against cold calls only, for SOON_SECONDS, at most half of the replica, and only
-where it has room for HISTORIES of the average size.
+blocks are held softly: they count against cold calls only, by the rules of the books themselves
+(`gateway/core/holds.py`).
 """
 
 from collections import deque
 from dataclasses import dataclass
 
 from benchmarks.experiment.gates import PREFILL_MIN, Books, Held
-from benchmarks.experiment.returns import SOON_SECONDS, Returns
 from benchmarks.experiment.traces import BLOCK_SIZE, Turn
-from gateway.core import elastic
-
-SOFT_PART = 2
-"""One in so many blocks is held softly at most."""
-HISTORIES = 10
-WARM_FIRST_SECONDS = 30.0
-"""So long a cold call lets warm ones go before it."""
-AVERAGED = 64
-"""Histories, that their average is of."""
+from gateway.core import elastic, holds
+from gateway.core.order import HOLD_MS, YIELD_MS
+from gateway.core.returns import Returns
 
 
 @dataclass(slots=True)
@@ -43,7 +36,7 @@ class SharingBooks(Books):
         self._warm_first, self._holds = warm_first, soft
         self._soft: dict[str, tuple[int, float]] = {}
         """By what was said until then, in order of their ends: blocks, and until when."""
-        self._history = 0.0
+        self._history = 0
         self._returns = Returns()
 
     @property
@@ -97,7 +90,7 @@ class SharingBooks(Books):
             for queue in (self.warm, self.queue):
                 while queue and queue[0].deadline < now:
                     self.dropped.append(queue.popleft())
-            patient = not self.queue or self.queue[0].arrived > now - WARM_FIRST_SECONDS
+            patient = not self.queue or self.queue[0].arrived > now - YIELD_MS / 1000
             queue = self.warm if self.warm and patient else self.queue
             if not queue or not self._fits(queue[0]):
                 return granted
@@ -105,7 +98,7 @@ class SharingBooks(Books):
             self._take(granted[-1])
 
     def _fits(self, held: Held) -> bool:
-        soft = 0 if held.warm else min(self.soft_blocks, self.limit // SOFT_PART)
+        soft = 0 if held.warm else holds.counted(self.soft_blocks, self.limit)
         return self._has_room(held, self._there(held), self.limit - soft)
 
     def _take(self, held: Held) -> None:
@@ -143,12 +136,11 @@ class SharingBooks(Books):
         """A finished turn's blocks, where it is expected back."""
         call = held.call
         blocks = elastic.blocks_at(call.prompt_tokens, call.output_tokens, BLOCK_SIZE, 0) - held.shared
-        self._history += (blocks - self._history) / AVERAGED if self._history else blocks
-        expected = self._returns.likely(now)
-        self._returns.ended(after(held), now)
-        if expected and self.limit >= HISTORIES * self._history:
+        self._history = holds.averaged(self._history, blocks)
+        expected = self._returns.ended(after(held), now)
+        if expected and holds.is_large(self.limit, self._history):
             counted = blocks if self._holds else 0
-            self._soft[after(held)] = (counted, now + SOON_SECONDS)
+            self._soft[after(held)] = (counted, now + HOLD_MS / 1000)
             self.soft_blocks += counted
 
     def _end_hold(self, name: str) -> None:

@@ -2135,9 +2135,12 @@ def _prefix(packed: Sequence[Any]) -> Prefix:
 
 
 def _place_told(call: Call) -> Any:
-    """Its replica; of a call that asks to share also how many of its segments it does, and the cache that has them."""
+    """Its replica; of a call that asks to share also how many of its segments it does, and the cache that has them;
+    then 1 where it is warm."""
     prefix = call.prefix
-    return [call.replica, prefix.joined, prefix.cache] if prefix.segments and call.replica else call.replica
+    if not call.replica or not (prefix.segments or call.is_warm):
+        return call.replica
+    return [call.replica, prefix.joined, prefix.cache, *([1] if call.is_warm else [])]
 
 
 def _wanted(blocks: int, held: int, base: int, path: bytes) -> tuple[int, int, bytes]:

@@ -38,6 +38,8 @@ class CallEnded(msgspec.Struct, frozen=True, kw_only=True):
     reserved_blocks: int = 0
     shared_blocks: int = 0
     """Of these, those that others held as well when it was admitted."""
+    warm: bool = False
+    """The blocks of its conversation were held softly for it."""
     unused_blocks: int | None = None
     """Blocks reserved but not used, where the engine reported usage."""
     held_seconds: float = 0

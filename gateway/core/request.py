@@ -8,6 +8,7 @@ import msgspec
 
 from gateway.core.body import (
     Edit,
+    Member,
     Members,
     Refused,
     append_member,
@@ -189,6 +190,8 @@ class GenerationRequest(Request, frozen=True, kw_only=True):
     """What is to be understood, of which an engine makes prompts of its own."""
     layout: Layout | None = None
     """How the engine's prompts are made of `prompts`, where each is not one of them."""
+    messages: tuple[int, int] = (0, 0)
+    """Where the body has those of a conversation that a client goes on with by sending it again; (0, 0) = nowhere."""
 
     @property
     def may_share(self) -> bool:
@@ -393,7 +396,12 @@ def _parse(endpoint: Endpoint, body: bytes, n_max: int) -> GenerationRequest:
         prompts=prompts,
         prompt_field=prompt_field,
         layout=layout,
+        messages=_span(members["messages"]) if endpoint is Endpoint.CHAT else (0, 0),
     )
+
+
+def _span(member: Member) -> tuple[int, int]:
+    return member.start, member.end
 
 
 _SELDOM_GIVEN = frozenset(
@@ -452,6 +460,7 @@ def _parse_message(body: bytes) -> GenerationRequest:
         priority=0,
         prompts=read_messages(members),
         prompt_field="messages",
+        messages=_span(members["messages"]),
     )
 
 

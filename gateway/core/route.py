@@ -99,6 +99,8 @@ class FleetShape:
     """What images, sounds and videos count, and whence they may come."""
     share_prefixes: bool = False
     """Where engines keep beginnings of prompts, they are charged once for all calls that have them."""
+    soft_hold: bool = False
+    """What engines keep of a conversation is held for its next turn, where that is likely to come soon."""
     bases: frozenset[str] = frozenset()
     """Names of the model itself; by any other an engine may mean an adapter."""
     engine_tools: bool = False
@@ -128,6 +130,11 @@ class FleetShape:
         caching = any(pool.prefix_caching for pool in self.pools)
         sizes = {pool.block_size for pool in self.pools}
         return sizes.pop() if caching and len(sizes) == 1 else 0
+
+    @cached_property
+    def keeps_histories(self) -> bool:
+        """The next turn of a conversation may find in a cache what the last one has left."""
+        return self.soft_hold and any(pool.prefix_caching for pool in self.pools)
 
     def adapter(self, model: str | None) -> str:
         """What an engine's prefixes are kept apart by; '' for the model itself."""

@@ -636,6 +636,7 @@ class Proxy:
                 predicted_ms=grant.predicted_ms if grant else None,
                 reserved_blocks=demand.blocks if demand and grant else 0,
                 shared_blocks=grant.shared if grant else 0,
+                warm=grant.warm if grant else False,
                 unused_blocks=max(0, demand.unshared_blocks - used) if demand and used is not None else None,
                 held_seconds=call.held_seconds,
                 charged=charged.requests > 0,

@@ -73,6 +73,8 @@ class Admission(msgspec.Struct, frozen=True):
     """Tokens of a block: with segments, and where a call whose prompt is not known yet may come to have some."""
     prefer: tuple[str, ...] = ()
     """Replicas that are likely to have its prompt's beginning in their cache."""
+    past: str = ""
+    """Name of the conversation with which it goes on (`core/talk.py`); '' = none."""
 
 
 class Grant(msgspec.Struct, frozen=True):
@@ -93,6 +95,8 @@ class Grant(msgspec.Struct, frozen=True):
     """Blocks of its prompt that others hold there, so that it was charged only for the rest."""
     cache: int = 0
     """Number of the engine's cache that has them, for `distrust`; 0 where it asked for no sharing, or there is none."""
+    warm: bool = False
+    """What its conversation holds was kept for it: others had to wait for that."""
 
 
 class Reservation(Protocol):
@@ -128,10 +132,13 @@ class Reservation(Protocol):
         """
         ...
 
-    def settle(self, used_blocks: int | None, cost: int | None, used: Units | None = None) -> None:
+    def settle(
+        self, used_blocks: int | None, cost: int | None, used: Units | None = None, name: str = ""
+    ) -> None:
         """Give everything back.  A second call does nothing.
 
         `cost`: block-seconds really held, None = unknown; `used`: what quotas count of it, None = as it was charged.
+        `name`: of its conversation, where that is likely to go on soon: `used_blocks` are held softly for it.
         """
         ...
 

@@ -96,6 +96,8 @@ class Place(NamedTuple):
     joined: int = 0
     """How many of its segments it shares, of a call that asks for it, and the number of the cache that has them."""
     cache: int = 0
+    warm: int = 0
+    """1 = its conversation was held softly when it came."""
 
 
 def place_of(told: str | list[Any]) -> Place:

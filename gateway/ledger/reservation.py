@@ -36,9 +36,9 @@ class Ask:
 
     __slots__ = (
         "_answer", "_asked_at", "_cache", "_claiming", "_computed", "_grown", "_is_expected", "_joined", "_leaves",
-        "_ledger", "_left", "_lost", "_position", "_predicted_ms", "_timer", "_unheard", "_used", "abandoned",
-        "admission", "base", "by_force", "exclude", "held", "id", "path", "phase", "prefill", "queued", "replica",
-        "run", "started_at",
+        "_ledger", "_left", "_lost", "_name", "_position", "_predicted_ms", "_timer", "_unheard", "_used", "_warm",
+        "abandoned", "admission", "base", "by_force", "exclude", "held", "id", "path", "phase", "prefill", "queued",
+        "replica", "run", "started_at",
     )  # fmt: skip
 
     def __init__(self, ledger: "ValkeyLedger", id_: str, admission: Admission, lost: Lost) -> None:
@@ -82,6 +82,9 @@ class Ask:
         self._unheard = False
         """Admitted here while the store was away, which has answered nothing about this id yet."""
         self._used: tuple[int, int, list[int]] = (-1, -1, [])
+        self._name = ""
+        """Of the conversation whose blocks are held softly at its end."""
+        self._warm = False
 
     @property
     def shared(self) -> int:
@@ -148,7 +151,9 @@ class Ask:
             growth = ["Z", self.id, self.held, self.base, path_argument(self.path)]
             self._ledger.channel.grow(growth, partial(self._on_grow, self.id))
 
-    def settle(self, used_blocks: int | None, cost: int | None, used: quota.Units | None = None) -> None:
+    def settle(
+        self, used_blocks: int | None, cost: int | None, used: quota.Units | None = None, name: str = ""
+    ) -> None:
         if self.phase in (Phase.SETTLING, Phase.GONE):
             return
         if self.run:
@@ -159,6 +164,7 @@ class Ask:
             self._resolve(self._ledger.draining_refusal())
         corrections = [] if used is None else quota.corrections(self.admission.charges, used)
         self._used = (-1 if used_blocks is None else used_blocks, -1 if cost is None else cost, corrections)
+        self._name = name
         if self._recall():
             self.forget()
         elif self.phase is Phase.ASKED:
@@ -193,7 +199,7 @@ class Ask:
             list(self.exclude), quota.arguments(a.charges) if a.charges else [], self._fingerprint(), a.once,
             0 if self.queued else a.standing, self.held, self.base,
             path_argument(self.path) if self.path else "", int(a.promised),
-            [a.block_size, a.segments] if a.segments else "",
+            [a.block_size, a.segments] if a.segments else "", *([a.past] if a.past else []),
         ]  # fmt: skip
         self._ledger.channel.admit(arguments, partial(self._on_admit, self.id))
 
@@ -374,7 +380,8 @@ class Ask:
 
     def _put_settle(self) -> None:
         fingerprint = self.admission.identity.known if self._leaves else ""
-        self._ledger.channel.free(["S", self.id, *self._used, fingerprint], self._on_settle)
+        settle = ["S", self.id, *self._used, fingerprint, *([self._name] if self._name else [])]
+        self._ledger.channel.free(settle, self._on_settle)
         self._ledger.wake()
 
     # -- waiting -------------------------------------------------------------------------------------------------
@@ -398,7 +405,7 @@ class Ask:
         self._arm(self._wait_left_ms() / 1000, self._waited_out)
 
     def _take_place(self, place: Place) -> None:
-        self._joined, self._cache = place.joined, place.cache
+        self._joined, self._cache, self._warm = place.joined, place.cache, place.warm > 0
         self._reserved(place.replica)
 
     def _reserved(self, replica: str) -> None:
@@ -412,7 +419,7 @@ class Ask:
         self._resolve(
             Grant(
                 replica, waited_ms, self.queued, self._position, self._predicted_ms, self._left,
-                shared=self.shared, cache=self._cache,
+                shared=self.shared, cache=self._cache, warm=self._warm,
             )
         )  # fmt: skip
 

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+from gateway.core.holds import counted
 from gateway.ledger.address import parse
 from gateway.ledger.connection import finder
 from gateway.ledger.records import decode_record, decode_rests
@@ -123,6 +124,8 @@ def _pools(
             "mode": row["mode"],
             "demand": row["full"],
             "shared_blocks": row["shared"],
+            "soft_blocks": counted(row["soft"], row["limit"]),
+            "soft_holds": row["holds"],
             "elastic": row["elastic"],
             "sequences": row["sequences"],
             "sequences_limit": row["sequences_max"],

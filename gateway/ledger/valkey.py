@@ -224,6 +224,7 @@ class ValkeyLedger:
             "Q", blocks_min, a.blocks, a.key, a.class_, a.lane, a.sequences, a.cost, a.wait_ms, a.weight, a.blocks_max,
             a.requests_max, a.pool_share, a.queue_max, a.queue_key_max, a.standing, *ahead,
             a.held, a.base, path_argument(a.path), int(a.promised), [a.block_size] if a.block_size else [],
+            *([a.past] if a.past else []),
         ]  # fmt: skip
         self.channel.ask(arguments, partial(_tell, answer))
         self.wake()

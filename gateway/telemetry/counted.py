@@ -154,9 +154,10 @@ def _of_files() -> Counter:
     return failures
 
 
-def _of_prefixes() -> tuple[Counter, Counter, Counter]:
+def _of_prefixes() -> tuple[Counter, Counter, Counter, Counter]:
     places = ("fleet", "pool", "replica")
     return (
+        Counter("kvgate_warm_requests", "Calls for whose conversation blocks were held softly", places),
         Counter(
             "kvgate_prefix_expected_tokens",
             "Tokens of prompts that other calls held, where the engine tells what it had",
@@ -218,7 +219,7 @@ class Counted:
         text = "Calls admitted by a process alone, without the store"
         self.shared = Counter("kvgate_share_admissions", text, ("fleet",))
         self.overdrafts, self.unmetered, self.surprises = _of_elastic_calls()
-        self.prefix_expected, self.prefix_found, self.prefix_doubts = _of_prefixes()
+        self.warm, self.prefix_expected, self.prefix_found, self.prefix_doubts = _of_prefixes()
         self.pin_calls, self.pin_tokens, self.pin_saved = _of_pins()
         self.reload_failures = _of_files()
         text = "Calls that ended and are not in the file of `log.calls`"
@@ -249,9 +250,11 @@ class Counted:
         self._counters = (
             self.calls, self.expired, self.healed, self.shared, self.overdrafts, self.unmetered, self.surprises,
             self.prefix_expected, self.prefix_found, self.prefix_doubts, self.reload_failures, self.calls_lost,
-            self.pin_calls, self.pin_tokens, self.pin_saved,
+            self.pin_calls, self.pin_tokens, self.pin_saved, self.warm,
         )  # fmt: skip
-        self.of_replicas = (self.overdrafts, self.prefix_expected, self.prefix_found, self.prefix_doubts)
+        self.of_replicas = (
+            self.overdrafts, self.prefix_expected, self.prefix_found, self.prefix_doubts, self.warm,
+        )  # fmt: skip
         """Counters of which each replica has one from the start."""
         self._histograms = (
             self.refusals, self.waits, self.predictions, self.ttft, self.gaps, self.unused, self.errors, self.store,

@@ -236,6 +236,8 @@ class Metrics:
         if event.unused_blocks is not None:
             replica = self._known.replica(event.fleet, event.pool, event.replica)
             self._counted.unused.add(replica, event.unused_blocks)
+        if event.warm:
+            self._counted.warm.add(self._known.replica(event.fleet, event.pool, event.replica))
         if event.prompt_tokens and event.prompt_tokens_estimated:
             error = (event.prompt_tokens_estimated - event.prompt_tokens) / event.prompt_tokens
             self._counted.errors.add((fleet,), error)

@@ -24,6 +24,9 @@ _BOOKS = (
     _Figure("reserved", "kvgate_reserved_blocks", "Blocks held by calls"),
     _Figure("limit", "kvgate_limit_blocks", "Blocks that may be handed out"),
     _Figure("debt", "kvgate_debt_blocks", "Blocks held above the limit"),
+    _Figure(
+        "soft_blocks", "kvgate_soft_blocks", "Blocks that are kept free for conversations likely to go on"
+    ),
     _Figure("sequences_limit", "kvgate_limit_sequences", "Sequences that may run"),
     _Figure(
         "prefill_tokens_limit", "kvgate_limit_prefill_tokens", "Prompt tokens that may be in prefill at once"

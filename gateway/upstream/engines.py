@@ -47,6 +47,7 @@ class FleetPlan:
     lease_ms: int
     heartbeat_ms: int
     share_prefixes: bool = False
+    soft_hold: bool = False
     media: MediaRule = USUAL
     encoder_tokens: int = 0
     engine_tools: bool = False
@@ -192,6 +193,7 @@ class WatchedEngines:
             engine_tools=plan.engine_tools,
             share_prompt_of_n=plan.share_prompt_of_n and not self._unshared,
             share_prefixes=plan.share_prefixes,
+            soft_hold=plan.soft_hold,
             bases=_bases([shape for shapes in known.values() for shape in shapes]),
             pools=tuple(_pool_shape(name, most, known[name]) for name, most in plan.pools if name in known),
             lanes=plan.lanes,

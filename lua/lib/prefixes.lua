@@ -274,9 +274,9 @@ function prefixes.set_cache(replica, cache)
 end
 
 -- What an owner is told of a call's place: its replica, and of a call that asks to share how many of its segments it
--- does, and the cache that they are in.
+-- does, and the cache that they are in; then 1 where it is warm.
 function prefixes.told(call)
-  local prefix = call.prefix
-  if #prefix <= SIZE or call.replica == '' then return call.replica end
-  return {call.replica, prefix[JOINED], prefix[CACHE]}
+  local prefix, is_warm = call.prefix, holds.is_warm(call)
+  if call.replica == '' or (#prefix <= SIZE and not is_warm) then return call.replica end
+  return {call.replica, prefixes.joined(call), prefix[CACHE] or 0, is_warm and 1 or nil}
 end

@@ -273,9 +273,9 @@ def test_a_warm_call_is_placed_where_its_history_is(store_client: Client) -> Non
     talks.run(50, only="r1")
     talks.answer(FIRST, 20, only="r1")
     op = talks.turn(30, FIRST)
-    assert talks.step(op) == [["grant", "r1"]]
+    assert talks.step(op) == [["grant", ["r1", 0, 0, 1]]]
     talks.answer(SECOND, 20, only="r1")
-    assert talks.step(talks.turn(30, SECOND)) == [["grant", "r0"]]
+    assert talks.step(talks.turn(30, SECOND)) == [["grant", ["r0", 0, 0, 1]]]
     assert talks.soft("r1") == (0, 0)
 
 

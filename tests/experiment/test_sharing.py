@@ -6,10 +6,11 @@ from itertools import count
 import pytest
 
 from benchmarks.experiment.gates import Elastic, Guaranteed, Held
-from benchmarks.experiment.returns import SOON_SECONDS
-from benchmarks.experiment.sharing import HISTORIES, WARM_FIRST_SECONDS, SharingBooks
+from benchmarks.experiment.sharing import SharingBooks
 from benchmarks.experiment.traces import AGENT_TOKENS, BLOCK_SIZE, Turn
 from gateway.core import elastic
+from gateway.core.order import HISTORIES, YIELD_MS
+from gateway.core.returns import KNOWN, PROBED, SOON_SECONDS
 from gateway.mock.pool import EMPTY
 
 PIECE = AGENT_TOKENS // BLOCK_SIZE
@@ -92,12 +93,14 @@ def test_a_held_history_counts_against_cold_calls_only_and_until_it_is_gone_on_w
 def test_what_nobody_comes_back_to_is_not_held() -> None:
     books = SharingBooks(8_000, warm_first=True, soft=True)
     asker = Asker(books)
+    kept = 0
     for number in range(200):
         now = 20.0 * number
         held = asker.ask(number, 0, now)
         books.first_token(held, now)
         books.settle(held, now)
-        assert books.soft_blocks == 0
+        kept += books.soft_blocks > 0
+    assert kept <= KNOWN + 200 / PROBED, "but for what has to be kept to find out"
 
 
 def test_a_hold_ends_by_itself_and_is_at_most_half_of_the_replica() -> None:
@@ -132,7 +135,7 @@ def test_a_small_replica_holds_nothing() -> None:
     assert books.soft_blocks == 0
 
 
-@pytest.mark.parametrize("waited", [0.0, WARM_FIRST_SECONDS + 1])
+@pytest.mark.parametrize("waited", [0.0, YIELD_MS / 1000 + 1])
 def test_warm_goes_before_cold_until_that_has_waited_long(waited: float) -> None:
     books = SharingBooks(8_000, warm_first=True, soft=True)
     asker = Asker(books)

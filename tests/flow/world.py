@@ -340,6 +340,7 @@ def _plan(name: str, learns: bool, media: MediaRule, mode: Mode, encoder_tokens:
         encoder_tokens=encoder_tokens,
         share_prompt_of_n=False,
         share_prefixes=True,
+        soft_hold=True,
         safe_fraction=1.0,
         overtake_blocks=None,
         pools=(("short", None),),

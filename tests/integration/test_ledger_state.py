@@ -30,12 +30,12 @@ async def test_replicas_calls_queue_and_holdings(path, monkeypatch):
         assert replicas["r1"] == {
             "limit": 50, "reserved": 0, "debt": 0, "sequences": 0, "sequences_limit": 5000, "prefill_tokens": 0,
             "prefill_tokens_limit": 1000, "state": "up", "rests": [], "engine": None, "mode": "guaranteed", "demand": 0,
-            "elastic": 0, "shared_blocks": 0,
+            "elastic": 0, "shared_blocks": 0, "soft_blocks": 0, "soft_holds": 0,
         }  # fmt: skip
         assert replicas["r0"] == {
             "limit": 1000, "reserved": 910, "debt": 0, "sequences": 2, "sequences_limit": 5000, "prefill_tokens": 900,
             "prefill_tokens_limit": 1000, "state": "up", "rests": [], "engine": None, "mode": "guaranteed",
-            "demand": 910, "elastic": 0, "shared_blocks": 0,
+            "demand": 910, "elastic": 0, "shared_blocks": 0, "soft_blocks": 0, "soft_holds": 0,
         }  # fmt: skip
         assert (state["reserved"], state["leases"], state["queue"]) == (910, 2, 3)
         assert state["queued"] == {"a": {"normal": 2, "high": 1}}

@@ -63,11 +63,11 @@ def settle_lost_when_cancelled() -> Iterator[None]:
     """A call that is cancelled while its ticket waits only forgets it."""
     settle = Ask.settle
 
-    def forgetful(ask: Ask, used_blocks: int | None, cost: int | None) -> None:
+    def forgetful(ask: Ask, used_blocks: int | None, cost: int | None, *more: Any) -> None:
         if ask.phase is Phase.QUEUED and ask._answer is not None and ask._answer.cancelled():
             ask.forget()
         else:
-            settle(ask, used_blocks, cost)
+            settle(ask, used_blocks, cost, *more)
 
     with _replaced(Ask, "settle", forgetful):
         yield
@@ -89,14 +89,14 @@ def double_settle() -> Iterator[None]:
     """A settle that comes again, because its reply was lost, gives its blocks back again."""
     settle, settled = Books._settle, dict[str, tuple[str, int]]()
 
-    def again(books: Books, owner: str, id_: str, used: int, cost: int) -> Any:
+    def again(books: Books, owner: str, id_: str, used: int, cost: int, *more: Any) -> Any:
         call = books.calls.get(id_)
         if call is None and id_ in settled:
             replica, blocks = settled[id_]
             books.replicas[replica].used -= blocks
         elif call is not None and call.replica:
             settled[id_] = (call.replica, call.blocks)
-        return settle(books, owner, id_, used, cost)
+        return settle(books, owner, id_, used, cost, *more)
 
     with _replaced(Books, "_settle", again):
         yield

@@ -121,16 +121,17 @@ def test_a_tokenizer_is_a_folder_or_files_or_the_engine(tmp_path: Path) -> None:
         assert loaded(tmp_path, content).fleets[0].tokenizer == none.get("tokenizer")
 
 
-def test_prefixes_are_shared_unless_it_is_off(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["share_prefixes", "soft_hold"])
+def test_prefixes_are_shared_and_histories_held_unless_it_is_off(tmp_path: Path, name: str) -> None:
     """YAML takes a bare `off` for false."""
-    assert loaded(tmp_path, small()).fleets[0].share_prefixes == "auto"
+    assert getattr(loaded(tmp_path, small()).fleets[0], name) == "auto"
     for given, found in (("auto", "auto"), ("off", "off"), (False, "off")):
-        content = with_(small(), "fleets.0.share_prefixes", given)
-        assert loaded(tmp_path, content).fleets[0].share_prefixes == found
+        content = with_(small(), f"fleets.0.{name}", given)
+        assert getattr(loaded(tmp_path, content).fleets[0], name) == found
     for wrong in (True, "always"):
-        told = problem(tmp_path, with_(small(), "fleets.0.share_prefixes", wrong))
+        told = problem(tmp_path, with_(small(), f"fleets.0.{name}", wrong))
         assert told.startswith(
-            f"fleets[0].share_prefixes: has to be one of auto, off, got {wrong!r} (kvgate.yaml line"
+            f"fleets[0].{name}: has to be one of auto, off, got {wrong!r} (kvgate.yaml line"
         )
 
 

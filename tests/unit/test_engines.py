@@ -309,6 +309,18 @@ def test_beginnings_are_shared_where_an_engine_keeps_them(
     assert made.shape().prefix_block_size == size
 
 
+@pytest.mark.parametrize(
+    ("short", "on", "keeps"),
+    [({"prefix_caching": True}, True, True), ({}, True, False), ({"prefix_caching": True}, False, False)],
+)
+def test_histories_are_held_where_an_engine_keeps_them(short: dict[str, Any], on: bool, keeps: bool) -> None:
+    watch = Watch(("s0", "short"), ("l0", "long"))
+    made = WatchedEngines(plan(soft_hold=on), cast(FleetWatch, watch))
+    watch.set("s0", **short)
+    made.changed()
+    assert made.shape().keeps_histories is keeps
+
+
 def test_a_name_that_some_engine_has_for_an_adapter_is_one() -> None:
     watch = Watch(("s0", "short"), ("l0", "long"))
     made = WatchedEngines(plan(), cast(FleetWatch, watch))

@@ -64,7 +64,7 @@ def replica(**changes: Any) -> Replica:
 
 def indexes(**changes: set[str]) -> dict[str, frozenset[str]]:
     found = {
-        "queue": {f"a:normal:k:000000000003:{WAITING}"},
+        "queue": {f"a:normal:k:1000000000003:{WAITING}"},
         "order": {"a:normal:0000000000000007:k"},
         "parked": set(),
         "owned": {f"o0:{id_}" for id_ in (RUNNING, WAITING, GRANTED)},
