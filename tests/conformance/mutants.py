@@ -168,8 +168,6 @@ MUTANTS: dict[str, tuple[str, str]] = {
     "a short rest of a prompt counts as prefill": ("return left >= PREFILL_TOKENS_MIN and left or 0", "return math.max(left, 0)"),
     "no dispatch after a prefix was computed": ("  books.store_replica(replica)\n  prefixes.renew()", "  books.store_replica(replica)"),
     "a declared call is in no node": ("    prefixes.enter(call, replica)\n    call.prefilling", "    if prefixes.is_computed(call.prefix) then call.prefix[4] = 0 end\n    prefixes.enter(call, replica)\n    call.prefilling"),
-    "a declaration does not say that the prompt is computed": ("    if computed then reserve.compute(id, known) end\n", ""),
-    "a declaration leaves the prefill share": ("    if (prefill == 0 or computed) and known.prefilling > 0 then reserve.end_prefill(id, known) end\n", ""),
     "who shares is charged by its path": (" and prefixes.joined(call) == 0\nend", "\nend"),
     "who is charged by its path makes nodes": ("  if call.elastic == 0 and prefix[CACHE] > 0", "  if prefix[CACHE] > 0"),
     "a warmer replica is taken however full it is": ("or percent(replica) > fullest then return end", "then return end"),

@@ -691,6 +691,18 @@ TESTED_MUTANTS: dict[str, TestedMutant] = {
         "elastic.has_blocks(call, replica, 0)",
         ("tests/conformance/test_prefixes.py",),
     ),
+    "a declaration does not say that the prompt is computed": TestedMutant(
+        "lua/commands/redeclare.lua",
+        "    if computed then reserve.compute(id, known) end\n",
+        "",
+        ("tests/conformance/test_prefixes.py",),
+    ),
+    "a declaration leaves the prefill share": TestedMutant(
+        "lua/commands/redeclare.lua",
+        "    if (prefill == 0 or computed) and known.prefilling > 0 then reserve.end_prefill(id, known) end\n",
+        "",
+        ("tests/conformance/test_prefixes.py",),
+    ),
     "what left in the same batch is shared": TestedMutant(
         "lua/lib/prefixes.lua",
         "  if nodes[at + HOLDERS] == 0 then books.turns = books.turns + 1 end -- perhaps the last\n",

@@ -542,24 +542,24 @@ def settles(draw: DrawFn, world: World, owner: str) -> list[Op]:
 
 
 def clearances(world: World, owner: str) -> st.SearchStrategy[list[Op]]:
-    """Everything that runs is given back at once: much is granted in one dispatch."""
-    return st.just([["S", c.id, -1, -1, [], ""] for c in world.calls(owner, "reserved", "unclaimed")])
+    """Everything that runs is given back at once: much is granted in one dispatch.  So is what was displaced."""
+    held = world.calls(owner, "reserved", "unclaimed", "displaced")
+    return st.just([["S", c.id, -1, -1, [], ""] for c in held])
 
 
 @st.composite
 def withdrawals(draw: DrawFn, world: World, owner: str) -> list[Op]:
-    """With their places remembered, or not."""
+    """With their places remembered, or not; those that another key displaced before others, as owners do."""
     left = st.sampled_from(("", "", "", *FINGERPRINTS))
-    return [
-        ["S", c.id, -1, -1, [], draw(left)] for c in _some(draw, world.calls(owner, "queued", "displaced"))
-    ]
+    waiting = world.calls(owner, "displaced") or world.calls(owner, "queued")
+    return [["S", c.id, -1, -1, [], draw(left)] for c in _some(draw, waiting)]
 
 
 @st.composite
 def departures(draw: DrawFn, world: World, owner: str) -> list[Op]:
     """Everybody leaves the queue, and every place is remembered under one fingerprint: more than one script forgets."""
     fingerprint = draw(st.sampled_from(FINGERPRINTS))
-    return [["S", c.id, -1, -1, [], fingerprint] for c in world.calls(owner, "queued")]
+    return [["S", c.id, -1, -1, [], fingerprint] for c in world.calls(owner, "queued", "displaced")]
 
 
 @st.composite
