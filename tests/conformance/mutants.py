@@ -171,7 +171,6 @@ MUTANTS: dict[str, tuple[str, str]] = {
     "who shares is charged by its path": (" and prefixes.joined(call) == 0\nend", "\nend"),
     "who is charged by its path makes nodes": ("  if call.elastic == 0 and prefix[CACHE] > 0", "  if prefix[CACHE] > 0"),
     "a warmer replica is taken however full it is": ("or percent(replica) > fullest then return end", "then return end"),
-    "the roomier of two warm replicas is taken": ("  if shared ~= other.shared then return shared > other.shared end\n", ""),
     "a wait is foreseen although calls share": ("replica.elastic > 0 or replica.shared > 0 or replica.soft > 0 then", "replica.elastic > 0 or replica.soft > 0 then"),
     "soft hold leaked: it stays when its conversation goes on": ("  holds.finish(call.past)\n", ""),
     "the sum of soft holds drifts": ("replica.soft, replica.holds = replica.soft - hold.blocks, replica.holds - 1", "replica.holds = replica.holds - 1"),

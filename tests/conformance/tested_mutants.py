@@ -703,6 +703,12 @@ TESTED_MUTANTS: dict[str, TestedMutant] = {
         "",
         ("tests/conformance/test_prefixes.py",),
     ),
+    "the roomier of two warm replicas is taken": TestedMutant(
+        "lua/lib/placement.lua",
+        "  if shared ~= other.shared then return shared > other.shared end\n",
+        "",
+        ("tests/conformance/test_prefixes.py",),
+    ),
     "what left in the same batch is shared": TestedMutant(
         "lua/lib/prefixes.lua",
         "  if nodes[at + HOLDERS] == 0 then books.turns = books.turns + 1 end -- perhaps the last\n",
