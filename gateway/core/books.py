@@ -1516,14 +1516,16 @@ class Books:
             return refusal
         self._set_policy(key, weight, blocks_max, requests_max, pool_share)
         refusal = self._refuse_outright(call) or self._refuse_by_quota(key, charge)
-        if refusal:
-            return refusal
+        terms = Terms(queue_max, queue_key_max, wait_ms, fingerprint, standing)
+        return refusal or self._give_place(call, charge, terms)
+
+    def _give_place(self, call: Call, charge: Sequence[int], terms: Terms) -> Answer:
+        """On a replica, or in the queue."""
         self._dispatch()
         replica = self._at_once(call)
         if replica:
             self._start(call, replica)
             return ["grant", _place_told(call), *self._pay_quotas(call, charge)]
-        terms = Terms(queue_max, queue_key_max, wait_ms, fingerprint, standing)
         told = self._queue(call, terms)
         return [*told, *self._pay_quotas(call, charge)] if told[0] == "ticket" else told
 
@@ -1971,15 +1973,15 @@ class Books:
         if target is None:
             return ["no_room"]
         call = Call(id_, "reserved", owner, "", "", key, class_, lane, blocks, sequences, prefill, 0, cost, self.clock,
-                    0, promised=promised, prefix=_prefix(prefix))  # fmt: skip
+                    0, promised=promised, prefix=_prefix(prefix), yields_until=WARM)  # fmt: skip
         call.asked, call.base, call.path = _wanted(blocks, held, base, path)
-        call.yields_until = WARM  # it ran: soft holds are not in its way
         seats = target.sequences + sequences <= target.sequences_max or target.sequences == 0
-        if not force and not (
-            seats and self._has_blocks(call, target, self.nodes.known(call.prefix, replica))
-        ):
+        has_blocks = self._has_blocks(call, target, self.nodes.known(call.prefix, replica))
+        if not (force or (seats and has_blocks)):
             return ["no_room"]
-        call.yields_until = 0  # and it waits behind no warm call later
+        call.yields_until = (
+            0  # it ran: holds were not in its way just now, and it waits behind no warm call later
+        )
         if known:
             self._withdraw(known)
         self._set_policy(key, weight, blocks_max, requests_max, pool_share)
@@ -1987,8 +1989,7 @@ class Books:
         if once and all(c.once != once for c in self.calls.values()):
             call.once, call.fingerprint = once, fingerprint
         self._reserve(call, target)
-        if call.prefix.joined:
-            self.dirty = True  # who waits may share it again
+        self.dirty = self.dirty or call.prefix.joined > 0  # who waits may share it again
         return ["declared"]
 
     def _confirm(self, known: Call, prefill: int, prefix: Prefix) -> Answer:

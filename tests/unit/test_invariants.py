@@ -8,6 +8,7 @@ import pytest
 
 from gateway.core.books import Call, FleetConfig, Key, Replica
 from gateway.core.elastic import Path, flat, pack
+from gateway.core.holds import WARM, Hold
 from gateway.core.invariants import (
     Flow,
     Line,
@@ -74,6 +75,19 @@ def indexes(**changes: set[str]) -> dict[str, frozenset[str]]:
         "places": set(),
     }
     return {name: frozenset(members) for name, members in {**found, **changes}.items()}
+
+
+TALK = "0123456789abcdef"
+
+
+def held_softly(due: int = 9_000, **changes: Any) -> Snapshot:
+    """Four blocks of a conversation."""
+    figures = {"soft": 4, "holds": 1, "soft_end": 9_000, "cache": 7, **changes}
+    return books(
+        replicas={"r0": replica(**figures)},
+        holds={TALK: Hold("r0", 4, due)},
+        hold_ends=frozenset({f"r0:{due:013d}:{TALK}"}),
+    )
 
 
 PLACE = "a:normal:k:0123456789abcdef:000000000004"
@@ -146,6 +160,8 @@ WHOLE = [
     replace(parked(pool_share=2 * SCALE), dirty=True),
     replace(with_call(WAITING, passed=36), keys={"k": replace(HOLDER, pool_share=SCALE)}),
     by_path(flat(8)),
+    held_softly(),
+    held_softly(limit=28),
 ]
 """While a script has left something to do, who is parked for a part of a pool may be within it again; no replica is
 held for a call of a key that is at its part."""
@@ -196,7 +212,7 @@ CORRUPTIONS: list[tuple[Rule, str, Callable[[], Snapshot]]] = [
     (Rule.INDEX, f"deadlines {WAITING}:9000", lambda: books(indexes=indexes(deadlines={f"{WAITING}:9001"}))),
     (Rule.INDEX, "backlog a:normal:000000000010:k", lambda: books(indexes=indexes(backlog=set()))),
     (Rule.INDEX, "order a:normal:0000000000000007:k", lambda: books(indexes=indexes(order=set()))),
-    (Rule.INDEX, f"queue a:normal:k:000000000003:{WAITING}", lambda: books(indexes=indexes(queue=set()))),
+    (Rule.INDEX, f"queue a:normal:k:1000000000003:{WAITING}", lambda: books(indexes=indexes(queue=set()))),
     (Rule.WAITING, "flow a:normal:k waiting", lambda: books(flows={("a", "normal", "k"): Flow(7, 2, 10, 1, 0)})),
     (Rule.WAITING, "flow a:normal:k weight", lambda: books(flows={("a", "normal", "k"): Flow(7, 1, 10, 0, 0)})),
     (Rule.WAITING, "class a:normal blocks", lambda: books(lines={("a", "normal"): Line(7, 1, 9, 1, 0)})),
@@ -222,6 +238,17 @@ CORRUPTIONS: list[tuple[Rule, str, Callable[[], Snapshot]]] = [
     (Rule.PLACE, "flow a:normal:k later", lambda: books(flows={("a", "normal", "k"): Flow(7, 1, 10, 1, later=9)})),
     (Rule.PLACE, "flow a:normal:k resume", lambda: left(flows={("a", "normal", "k"): Flow(7, 1, 10, 1, 0, 0, 7)})),
     (Rule.PLACE, "flow b:normal:k resume", lambda: left(flows={**books().flows, ("b", "normal", "k"): Flow(resume=7)})),
+    (Rule.WAITING, "flow a:normal:k warm", lambda: with_call(WAITING, yields_until=WARM)),
+    (Rule.WAITING, "class a:normal warm", lambda: with_call(WAITING, yields_until=WARM)),
+    (Rule.SOFT, "replica r0 soft", lambda: held_softly(soft=5)),
+    (Rule.SOFT, "replica r0 holds", lambda: held_softly(holds=2)),
+    (Rule.SOFT, "replica r0 soft_end", lambda: held_softly(soft_end=0)),
+    (Rule.SOFT, "replica r0 soft_end", lambda: held_softly(soft_end=9_001)),
+    (Rule.SOFT, f"hold {TALK}", lambda: held_softly(cache=0)),
+    (Rule.SOFT, f"hold {TALK}", lambda: held_softly(state="down")),
+    (Rule.SOFT, f"hold {TALK} end", lambda: held_softly(due=15_001)),
+    (Rule.SOFT, "hold_ends members", lambda: replace(held_softly(), hold_ends=frozenset())),
+    (Rule.DISPATCH, f"call {WAITING}", lambda: held_softly(limit=29)),
     (Rule.ONCE, "once e5", lambda: with_call(WAITING, once="e5")),
     (Rule.ONCE, "once e5", lambda: books(once={"e5": WAITING})),
     (Rule.ONCE, "once e5", lambda: replace(with_call(WAITING, once="e5"), once={"e5": RUNNING})),
