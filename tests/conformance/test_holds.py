@@ -279,6 +279,26 @@ def test_a_warm_call_is_placed_where_its_history_is(store_client: Client) -> Non
     assert talks.soft("r1") == (0, 0)
 
 
+def test_elsewhere_it_counts_no_holds_either(store_client: Client) -> None:
+    talks = Talks(store_client, replicas=2)
+    talks.run(5, only="r0")
+    talks.answer(FIRST, 50, only="r0")
+    talks.answer(SECOND, 10, only="r1")
+    talks.run(90, only="r1")
+    assert talks.step(talks.turn(60, SECOND)) == [["grant", ["r0", 0, 0, 1]]]
+
+
+def test_who_found_no_place_is_looked_at_again_when_a_hold_ends_in_the_same_script(
+    store_client: Client,
+) -> None:
+    talks = Talks(store_client)
+    talks.run(5)
+    talks.answer(FIRST, 50)
+    cold, warm = talks.turn(50), talks.turn(1, FIRST)
+    talks.step(cold, warm)
+    assert (talks.state(cold), talks.state(warm)) == ("unclaimed", "unclaimed")
+
+
 def test_where_histories_are_large_none_is_held(store_client: Client) -> None:
     talks = Talks(store_client)
     before = talks.twin.books.replicas["r0"].history
