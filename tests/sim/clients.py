@@ -11,6 +11,9 @@ from tests.flow.driver import Visitor
 from tests.sim.gateways import FLEET, Gateway
 
 ATTEMPTS_MAX = 4
+TURNS_MAX = 5
+GOES_ON_SHARE = 0.8
+THINK_SECONDS = (0.1, 3.0)
 KEYS = ("high", "normal", "normal", "normal", "low", "low", "few", "small")
 
 
@@ -33,9 +36,14 @@ class Crowd:
     """The clients of one world."""
 
     def __init__(
-        self, random_: random.Random, gateways: Callable[[], Sequence[Gateway]], trace: Callable[[str], None]
+        self,
+        random_: random.Random,
+        gateways: Callable[[], Sequence[Gateway]],
+        trace: Callable[[str], None],
+        talks: random.Random | None = None,
     ) -> None:
-        """`gateways`: those that a balancer would send to now."""
+        """`gateways`: those that a balancer would send to now.  `talks`: of conversations; None = nobody goes on."""
+        self._talks = talks
         self.visits: list[Visit] = []
         self._random = random_
         self._gateways = gateways
@@ -53,7 +61,9 @@ class Crowd:
         while loop.time() < ends_at:
             await asyncio.sleep(self._random.expovariate(per_second))
             for _ in range(self._random.choice([1, 1, 1, 1, 1, 4])):
-                task = loop.create_task(self._live(self._body(), self._random.choice(KEYS)))
+                body, key = self._body(), self._random.choice(KEYS)
+                work = self._talk(body, key, self._talks) if self._talks else self._live(body, key)
+                task = loop.create_task(work)
                 self._clients[task] = None
                 task.add_done_callback(self._clients.pop)
 
@@ -73,17 +83,29 @@ class Crowd:
             **({"n": 2} if pick.random() < 0.1 else {}),
         }
 
-    async def _live(self, body: dict[str, Any], key: str) -> None:
+    async def _talk(self, body: dict[str, Any], key: str, talks: random.Random) -> None:
+        """A few turns of a conversation of its own."""
+        body["messages"][0]["content"] += f"t{talks.getrandbits(32)}"
+        for _ in range(TURNS_MAX):
+            if not await self._live(body, key) or talks.random() > GOES_ON_SHARE:
+                return
+            await asyncio.sleep(talks.uniform(*THINK_SECONDS))
+            answer = [{"role": "assistant", "content": "So."}, {"role": "user", "content": "And?"}]
+            body = {**body, "messages": [*body["messages"], *answer]}
+
+    async def _live(self, body: dict[str, Any], key: str) -> bool:
+        """Whether it was answered."""
         for _ in range(ATTEMPTS_MAX):
             gateways = self._gateways()
             if gateways:
                 visit = await self._visit(self._random.choice(gateways), body, key)
                 if visit.left or visit.visitor.status not in (0, 429, 503):
-                    return
+                    return visit.visitor.status == 200 and not visit.left and not visit.cut
                 wait_ms = int(visit.visitor.header("retry-after-ms") or 200)
             else:
                 wait_ms = 500
             await asyncio.sleep(min(wait_ms / 1000, 3) * self._random.uniform(1, 1.25))
+        return False
 
     async def _visit(self, gateway: Gateway, body: dict[str, Any], key: str) -> Visit:
         loop = asyncio.get_running_loop()

@@ -63,8 +63,10 @@ def keys() -> list[Key]:
 class Watch:
     """What `WatchedEngines` asks: which engines answer, as this process was last told."""
 
-    def __init__(self, engines: Sequence[Engine]) -> None:
+    def __init__(self, engines: Sequence[Engine], caches: bool) -> None:
+        """`caches`: they are known to keep prefixes."""
         self._engines = engines
+        self._caches = caches
         self._down: set[str] = set()
 
     def states(self) -> list[ReplicaState]:
@@ -80,6 +82,7 @@ class Watch:
             4096,
             SEQUENCES_MAX,
             PREFILL_TOKENS,
+            prefix_caching=self._caches,
         )
         return ReplicaState(
             ReplicaSpec(engine.pool, engine.name, engine.url), shape, self.is_up(engine.name), ""
@@ -134,7 +137,7 @@ class Gateway:
         seed: str, queue_max: int, on_lease_lost: str, loop: VirtualLoop, metered: bool, shares: bool,
     ) -> None:  # fmt: skip
         """`metered`: its calls grow by what their engines report, in pools of which all engines have one mode.
-        `shares`: they begin alike."""
+        `shares`: they begin alike, and what engines have of conversations is held for their next turns."""
         self.name = name
         self.process = Process(name)
         self.calls = Calls()
@@ -144,8 +147,8 @@ class Gateway:
         self.visits: dict[asyncio.Task[Any], None] = {}
         self._engines = engines
         self._observe = observe
-        self._watch = Watch(engines)
-        self._known = WatchedEngines(_plan(engines, metered), self._watch)  # type: ignore[arg-type]
+        self._watch = Watch(engines, caches=shares)
+        self._known = WatchedEngines(_plan(engines, metered, shares), self._watch)  # type: ignore[arg-type]
         self._tasks: list[asyncio.Task[Any]] = []
         self._loop = loop
         self.ledger = Ledger(
@@ -243,7 +246,7 @@ class Gateway:
         await self.end()
 
 
-def _plan(engines: Sequence[Engine], metered: bool) -> FleetPlan:
+def _plan(engines: Sequence[Engine], metered: bool, shares: bool) -> FleetPlan:
     pools = tuple(dict.fromkeys(engine.pool for engine in engines))
     lanes: Mapping[str, tuple[str, ...]] = {"short": pools, "long": ("long",)}
     return FleetPlan(
@@ -265,6 +268,7 @@ def _plan(engines: Sequence[Engine], metered: bool) -> FleetPlan:
         classes=(("high", 0), ("normal", 200), ("low", 100)),
         lease_ms=LEASE_MS,
         heartbeat_ms=HEARTBEAT_MS,
+        soft_hold=shares,
     )
 
 

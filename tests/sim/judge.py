@@ -418,6 +418,7 @@ class Judge:
             self.facts["charged by path"] += call.elastic
             self.facts["charged in full"] += not call.elastic
             self.facts["segments shared"] += call.prefix.joined
+            self.facts["warm"] += call.is_warm
             drifted = ask.shared != call.prefix.shared
             what = f"says that {ask.id} shares {ask.shared} blocks, and the store does not"
             self._must_not_last(drifted, PROMPT_SECONDS, gateway, what)
@@ -459,6 +460,8 @@ class Judge:
             "blocks": {r.name: r.used for r in books.replicas.values() if r.used or r.sequences or r.prefill},
             "paths": [r.name for r in books.replicas.values() if r.full or r.assured or r.elastic or r.sums],
             "keys": {n: (k.blocks, k.calls) for n, k in books.keys.items() if k.blocks or k.calls},
+            "holds": sorted(books.holds.holds),
+            "soft": [r.name for r in books.replicas.values() if r.soft or r.holds or r.soft_end],
             "exchanges": [run.id for run in self.runs],
         }
         self._expect_empty("the store", held)
@@ -496,6 +499,7 @@ def snapshot_of(books: Books) -> Snapshot:
             books.weights.get(name, 0),
             int(name in books.parked),
             resume=books.resume.get(name, -1),
+            warm=sum(c.blocks for c in waiting.get(name, []) if c.is_warm),
         )
         for name in dict.fromkeys([*waiting, *books.tags, *books.weights, *books.resume])
     }
@@ -518,6 +522,8 @@ def snapshot_of(books: Books) -> Snapshot:
         place_ends={place.member: place.end for place in books.places},
         once={call.once: id_ for id_, call in calls.items() if call.once},
         nodes=books.nodes.nodes,
+        holds=books.holds.holds,
+        hold_ends=frozenset(f"{h.replica}:{h.due:013d}:{name}" for name, h in books.holds.holds.items()),
     )
 
 
@@ -530,6 +536,7 @@ def _lines(books: Books, flows: dict[tuple[str, str, str], Flow]) -> dict[tuple[
             sum(row.blocks for flow, row in flows.items() if flow[:2] == name),
             sum(row.weight for flow, row in flows.items() if flow[:2] == name),
             books.credit.get(name, 0),
+            sum(row.warm for flow, row in flows.items() if flow[:2] == name),
         )
         for name in names
     }
@@ -547,8 +554,11 @@ def _indexes(books: Books, flows: dict[tuple[str, str, str], Flow]) -> dict[str,
     calls = books.calls.values()
     queued = [c for c in calls if c.state == "queued"]
     waiting = {(c.lane, c.class_, c.key) for c in queued}
+    parts = {((c.lane, c.class_, c.key), c.is_warm) for c in queued}
     return {
-        "queue": frozenset(f"{c.lane}:{c.class_}:{c.key}:{c.arrival:012d}:{c.id}" for c in queued),
+        "queue": frozenset(
+            f"{c.lane}:{c.class_}:{c.key}:{int(not c.is_warm)}{c.arrival:012d}:{c.id}" for c in queued
+        ),
         "deadlines": frozenset(f"{c.id}:{c.deadline}" for c in queued),
         "owned": frozenset(f"{c.owner}:{c.id}" for c in calls),
         "outbox": frozenset(f"{c.owner}:{c.id}" for c in calls if c.state in ("unclaimed", "displaced")),
@@ -558,7 +568,9 @@ def _indexes(books: Books, flows: dict[tuple[str, str, str], Flow]) -> dict[str,
             if flow.waiting
         ),
         "order": frozenset(
-            f"{f[0]}:{f[1]}:{flows[f].tag:016d}:{f[2]}" for f in waiting if not flows[f].parked
+            f"{f[0]}:{':' * warm}{f[1]}:{flows[f].tag:016d}:{f[2]}"
+            for f, warm in parts
+            if not flows[f].parked
         ),
         "parked": frozenset(f"{f[2]}:{f[0]}:{f[1]}" for f in waiting if flows[f].parked),
         "places": frozenset(place.member for place in books.places),

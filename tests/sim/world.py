@@ -29,6 +29,8 @@ QUIET_SECONDS = 2 * LEASE_MS / 1000 + 2
 TROUBLE_SHARES = (0.0, 0.05, 0.3)
 METERED_SHARE = 0.4
 """Of worlds, in which calls grow by what their engines report, as in the product."""
+TALKS_SHARE = 0.6
+"""Of those in which calls begin alike: their clients have conversations."""
 LINES_MAX = 200_000
 
 
@@ -79,7 +81,11 @@ class World:
         self.gateways: list[Gateway] = []
         self._queue_max = pick.choice([0, 6, 100, 100])
         self._on_lease_lost = pick.choice(["cut", "cut", "keep"])
-        self.crowd = Crowd(random.Random(f"crowd {seed}"), self._open_gateways, self.trace)
+        talks = random.Random(f"talks {seed}")
+        goes_on = self._shares and talks.random() < TALKS_SHARE
+        self.crowd = Crowd(
+            random.Random(f"crowd {seed}"), self._open_gateways, self.trace, talks if goes_on else None
+        )
 
     def trace(self, line: str) -> None:
         if self._keep_trace and len(self.lines) < LINES_MAX:
