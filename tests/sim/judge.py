@@ -18,7 +18,7 @@ from gateway.core.elastic import GUARANTEED
 from gateway.core.events import CallEnded, Healed, LeaseLost, Overdraft
 from gateway.core.events import Event as Fact
 from gateway.core.invariants import Flow, Line, SessionRecord, Snapshot, holds, violations
-from gateway.core.order import DIGEST_MODULUS
+from gateway.core.order import DIGEST_MODULUS, HOLD_MS
 from gateway.ledger.reservation import Ask, Phase
 from gateway.upstream.api import UpstreamRequest
 from tests.sim.clients import Visit
@@ -334,6 +334,9 @@ class Judge:
         self._places = places
         for call in new:
             self._trace(f"{call.id} gets {call.blocks} blocks on {call.replica} ({call.state})")
+            hold = books.holds.find(call.past)
+            if hold and hold.due < books.clock + HOLD_MS:  # one of this script is of another answer
+                self.fail(f"{call.id} goes on with {call.past}, which stays held")
             if call.charged and books.clock < self._opens_not_before_ms:
                 self.fail(f"{call.id} was granted although the gate had to be closed")
         for name in {call.replica for call in new if call.charged}:

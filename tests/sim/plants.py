@@ -299,3 +299,31 @@ def sharing_is_not_declared() -> Iterator[None]:
     """After a lost store or lease a call is charged in full, and its process believes that it shares."""
     with _replaced(Ask, "_prefix", lambda _: []):
         yield
+
+
+@plant
+def soft_hold_kept() -> Iterator[None]:
+    """What was held for a conversation stays so when it goes on."""
+    reserve = Books._reserve
+
+    def keeping(books: Books, call: Call, replica: Replica) -> None:
+        with _replaced(Books, "_finish_hold", lambda *_: None):
+            reserve(books, call, replica)
+
+    with _replaced(Books, "_reserve", keeping):
+        yield
+
+
+@plant
+def soft_sum_drifts() -> Iterator[None]:
+    """A hold that ends is not taken off what is held."""
+    finish = Books._finish_hold
+
+    def forgetful(books: Books, name: str) -> None:
+        hold = books.holds.find(name)
+        finish(books, name)
+        if hold:
+            books.replicas[hold.replica].soft += hold.blocks
+
+    with _replaced(Books, "_finish_hold", forgetful):
+        yield

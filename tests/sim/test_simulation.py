@@ -30,6 +30,8 @@ def test_a_world_goes_the_same_way_twice() -> None:
         "settle-lost-when-cancelled",
         "path-kept-at-settle",
         "reference-kept-at-settle",
+        "soft-sum-drifts",
+        "soft-hold-kept",
     ],
 )
 def test_a_planted_fault_is_found(plant: str) -> None:
