@@ -68,7 +68,7 @@ class Growth:
         due = _due(written, self._demand.output_tokens)
         if first:
             self.due = _due(0, self._demand.output_tokens)
-            if written < self.due and self._held(prompt_tokens, 0) == self._held(estimated, 0):
+            if written < self.due and self._held_at_first(prompt_tokens) == self._held_at_first(estimated):
                 return None
         self.due = due
         return _holding(self._demand, self._law, prompt_tokens, written)
@@ -78,8 +78,9 @@ class Growth:
         self.due = NEVER
         return Holding(self._demand.blocks)
 
-    def _held(self, prompt_tokens: int, written: int) -> int:
-        return _holding(self._demand, self._law, prompt_tokens, written).held
+    def _held_at_first(self, prompt_tokens: int) -> int:
+        """Without the path, which costs more than all else that is done with an event."""
+        return _held(self._demand, self._law, prompt_tokens, next_growth(0, self._demand.output_tokens))
 
 
 def _due(written: int, output_tokens: int) -> int:
@@ -88,10 +89,15 @@ def _due(written: int, output_tokens: int) -> int:
 
 
 def _holding(demand: Demand, law: Law, prompt_tokens: int, written: int) -> Holding:
-    output_tokens, blocks = demand.output_tokens, demand.blocks
-    grown = next_growth(written, output_tokens)
-    held = min(blocks, blocks_at(prompt_tokens, grown, demand.block_size, law.ahead))
+    output_tokens, most = demand.output_tokens, demand.blocks * SCALE
+    held = _held(demand, law, prompt_tokens, next_growth(written, output_tokens))
     path = path_of(
         prompt_tokens, output_tokens, written, law.survival, demand.block_size, law.base, law.ahead
     )
-    return Holding(held, law.base, pack(tuple(min(point, blocks * SCALE) for point in path)))
+    if max(path) > most:
+        path = tuple([min(point, most) for point in path])
+    return Holding(held, law.base, pack(path))
+
+
+def _held(demand: Demand, law: Law, prompt_tokens: int, grown: int) -> int:
+    return min(demand.blocks, blocks_at(prompt_tokens, grown, demand.block_size, law.ahead))

@@ -193,7 +193,7 @@ class StreamInspector:
 
     __slots__ = (
         "_after_failure", "_closing", "_cut_usage", "_drop_usage", "_event_bytes_max", "_held", "_overlong", "done",
-        "events", "failure", "finish_reason", "metered", "started", "unmetered", "usage",
+        "events", "failure", "finish_reason", "metered", "started", "unmetered", "usage", "written",
     )  # fmt: skip
 
     def __init__(
@@ -217,6 +217,8 @@ class StreamInspector:
         self.finish_reason: str | None = None
         """Of the choice that ended last."""
         self.metered = metered
+        self.written = 0
+        """Output tokens, as the last event told that `passes_metered` took."""
         self.unmetered = False
         """An event of a metered stream had a choice and told no usage."""
         self.done = False
@@ -274,8 +276,7 @@ class StreamInspector:
 
     def passes(self, data: bytes, start: int, end: int) -> bool:
         """Whether `data[start:end]` is one event that only carries tokens, as nearly all are, and may go to the client.
-        Then it is noted.  Else nothing is, and `feed` has to take it.  `_is_one_line` is written out here: it would be
-        one more call for each token.
+        Then it is noted.  Else nothing is, and `feed` has to take it.
         """
         if self._held or self.failure is not None or end - start > self._event_bytes_max:
             return False
@@ -291,7 +292,9 @@ class StreamInspector:
 
     def passes_metered(self, data: bytes, start: int, end: int) -> bytes | None:
         """As `passes`, of a metered stream: the event as the client gets it; None = `feed` has to take it."""
-        if not self._is_one_line(data, start, end):
+        if self._held or self.failure is not None or end - start > self._event_bytes_max:
+            return None
+        if data.find(b"\n", start) != end - 2 or data[end - 1] != _LF or not data.startswith(b"data:", start):
             return None
         try:
             usage = _METERED_FRAMES.decode(data[start + 5 : end - 2]).usage
@@ -299,17 +302,11 @@ class StreamInspector:
             return None
         shown = without_usage(data, start, end) if self._cut_usage else data[start:end]
         if shown is not None:
-            self.usage = Usage(usage.prompt_tokens, usage.completion_tokens)
+            self.written = usage.completion_tokens
+            self.usage = Usage(usage.prompt_tokens, self.written)
             self.started = True
             self.events += 1
         return shown
-
-    def _is_one_line(self, data: bytes, start: int, end: int) -> bool:
-        """An event of one line that nothing was held back of."""
-        if self._held or self.failure is not None or end - start > self._event_bytes_max:
-            return False
-        one_line = data.find(b"\n", start) == end - 2 and data[end - 1] == _LF
-        return one_line and data.startswith(b"data:", start)
 
     def finish(self) -> bytes:
         """Judge the end of the stream and return what is left to forward: bytes after the last blank line."""

@@ -12,11 +12,11 @@ from gateway.core.body import Refused, read_members
 from gateway.core.outcomes import Code
 
 _USAGE = b',"usage":{'
+_LAST_OF_ALL = b"}}\n\n"
+"""How nearly all events end: with an object that has no braces in it, so that its end is found without expressions."""
 _WITHIN = rb'(?:[^{}"]++|"(?:[^"\\]++|\\.)*+")*+'
 _LAST = re.compile(rb"\{" + _WITHIN + rb"(?:\{" + _WITHIN + rb"\}" + _WITHIN + rb")*+\}(\}\s*+)", re.DOTALL)
 """The rest of an event from its usage on: an object that holds objects without others in them, then the last brace."""
-_PLAIN_LAST = re.compile(rb'\{[\w":,\s]*+\}(\}\s*+)')
-"""The same of nearly all: without braces and escapes there is nothing to tell apart.  It costs a quarter."""
 
 
 def without_usage(data: bytes, start: int, end: int) -> bytes | None:
@@ -28,7 +28,10 @@ def without_usage(data: bytes, start: int, end: int) -> bytes | None:
     if at < 0:
         return None
     rest_at = at + len(_USAGE) - 1
-    last = _PLAIN_LAST.fullmatch(data, rest_at, end) or _LAST.fullmatch(data, rest_at, end)
+    is_plain = data.find(b"}", rest_at) == end - len(_LAST_OF_ALL) and data.find(b"{", rest_at + 1, end) < 0
+    if is_plain and data.endswith(_LAST_OF_ALL, rest_at, end):
+        return data[start:at] + _LAST_OF_ALL[1:]
+    last = _LAST.fullmatch(data, rest_at, end)
     return data[start:at] + last[1] if last else None
 
 

@@ -241,24 +241,20 @@ class AnswerRelay:
         if write is None:
             return False
         if stream.metered:
-            shown = self._without_usage(stream, chunk, start)
-            if not shown:
+            end = len(chunk) - 2
+            event = stream.passes_metered(chunk, start, end)
+            if event is None:
                 return False
-            chunk = shown
+            meter = self._meter
+            if meter is not None and stream.written >= meter.due:
+                self._note_usage(stream)
+            if len(event) != end - start:
+                chunk = b"%x\r\n%b\r\n" % (len(event), event)
         elif not stream.passes(chunk, start, len(chunk) - 2):
             return False
         write(chunk)
         self.last_at = gaps.next(self.last_at)
         return True
-
-    def _without_usage(self, stream: StreamInspector, chunk: bytes, start: int) -> bytes:
-        """The chunk as its client gets it; empty where more has to be done."""
-        end = len(chunk) - 2
-        event = stream.passes_metered(chunk, start, end)
-        if event is None:
-            return b""
-        self._note_usage(stream)
-        return chunk if len(event) == end - start else b"%x\r\n%b\r\n" % (len(event), event)
 
     def _note_usage(self, stream: StreamInspector) -> None:
         meter, usage = self._meter, stream.usage
