@@ -570,16 +570,17 @@ class Gateway:
 
     # -- ASGI ----------------------------------------------------------------------------------------------------
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        """ASGI's; what it returns is the work itself: a coroutine around it would cost each call's every wait."""
         if scope["type"] == "lifespan":
-            return await self._lifespan(receive, send)
+            return self._lifespan(receive, send)
         if scope["type"] == "websocket":
-            return await send({"type": "websocket.close", "code": 1008})
+            return send({"type": "websocket.close", "code": 1008})
         if route := self._proxy.route(scope):
-            return await self._proxy.serve(route, scope, receive, send)
+            return self._proxy.serve(route, scope, receive, send)
         given = dict(scope["headers"]).get(b"x-request-id")
         with_id = _with_request_id(send, safe_request_id(given, random_secrets.token_hex(16)))
-        return await self._api(scope, receive, with_id)
+        return self._api(scope, receive, with_id)
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         await receive()

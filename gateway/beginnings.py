@@ -24,12 +24,13 @@ def is_worth_counting(call: Call) -> bool:
 
 def block_size_of(call: Call) -> int:
     """Of the blocks of its prompt that others may hold as well; 0 where none are shared."""
-    if not call.generation.may_share:
+    size, request = call.fleet.engines.shape().prefix_block_size, call.generation
+    if not size or not request.may_share:
         return 0
-    is_text = isinstance(call.generation.prompts[0], PromptText)
+    is_text = isinstance(request.prompts[0], PromptText)
     if is_text and call.fleet.counts.are_wrong(call.request.path, call.terms.caller):
         return 0
-    return call.fleet.engines.shape().prefix_block_size
+    return size
 
 
 async def read(call: Call, demand: Demand, counts: list[Counted], ids: IdReader | None, now: float) -> None:
@@ -58,7 +59,7 @@ async def read(call: Call, demand: Demand, counts: list[Counted], ids: IdReader 
 
 def note_run(call: Call, grant: Grant, now: float) -> None:
     """It begins or has ended there.  `now`: as in `read`."""
-    if _has_choice(call):
+    if call.beginning and _has_choice(call):
         call.fleet.memory.warm.note(call.beginning, grant.replica, now)
 
 

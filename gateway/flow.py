@@ -462,9 +462,9 @@ class Flow:
 
         What generates nothing is all prefill: its share ends with its answer.
         """
-        if call.request.stream or not call.generation.endpoint.generates:
-            return None
         if not (demand.prefill or call.segments):
+            return None
+        if call.request.stream or not call.generation.endpoint.generates:
             return None
         seconds = self._prefill_times.seconds(grant.replica, _computed_tokens(demand, grant))
         return asyncio.get_running_loop().call_later(seconds, reservation.first_token)

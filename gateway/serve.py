@@ -194,6 +194,7 @@ def _server_config(gateway: Gateway, settings: Settings) -> uvicorn.Config:
     return uvicorn.Config(
         gateway,
         http=ProxyProtocol,
+        interface="asgi3",
         ws="none",
         lifespan="on",
         log_config=None,

@@ -51,7 +51,7 @@ class _Kind:
         self.counts[bin_] = self.counts.get(bin_, 0) + count
         self.total += count
         many = self.total > self.derived_at + self.derived_at // FEW_PART
-        if self.factor is not None and (many or upper(bin_) > self.factor):
+        if self.factor is not None and (many or _UPPER[bin_ + BINS] > self.factor):
             self.factor = None
 
     def halve(self) -> None:
@@ -174,7 +174,11 @@ def bin_of(ratio: float) -> int:
 
 def upper(bin_: int) -> float:
     """The largest ratio in a bin."""
-    return math.exp(bin_ * STEP)
+    return _UPPER[bin_ + BINS]
+
+
+_UPPER = tuple(math.exp(bin_ * STEP) for bin_ in range(-BINS, BINS + 1))
+"""By bin."""
 
 
 def factor_of(counts: Counts) -> float:

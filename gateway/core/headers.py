@@ -54,12 +54,15 @@ FOR_ENGINES = frozenset(
 
 def answer_headers(raw: Iterable[Header]) -> list[Header]:
     """The headers of an engine's answer that a client gets; the body they go with is decoded."""
-    headers = [(name.lower(), value) for name, value in raw]
-    named = _named_in_connection(headers)
-    hidden = _NOT_FOR_CLIENTS | named if named else _NOT_FOR_CLIENTS
-    return [
-        (name, value) for name, value in headers if name not in hidden and not name.startswith(b"x-kvgate-")
-    ]
+    passed: list[Header] = []
+    named = _NOTHING
+    for raw_name, value in raw:
+        name = raw_name.lower()
+        if name == b"connection":
+            named |= _named(value)
+        elif name not in _NOT_FOR_CLIENTS and not name.startswith(b"x-kvgate-"):
+            passed.append((name, value))
+    return [header for header in passed if header[0] not in named] if named else passed
 
 
 def request_headers(client_headers: Iterable[Header], request_id: str) -> list[Header]:
@@ -67,10 +70,17 @@ def request_headers(client_headers: Iterable[Header], request_id: str) -> list[H
 
     A value that is not printable ASCII stays behind: HTTP gives it no meaning that both sides agree on.
     """
-    headers = [(name.lower(), value) for name, value in client_headers]
-    hidden = _named_in_connection(headers)
-    allowed = FOR_ENGINES - hidden if hidden else FOR_ENGINES
-    passed = [(name, value) for name, value in headers if name in allowed and _PLAIN(value)]
+    passed: list[Header] = []
+    named = _NOTHING
+    for raw_name, value in client_headers:
+        name = raw_name.lower()
+        if name in FOR_ENGINES:
+            if _PLAIN(value):
+                passed.append((name, value))
+        elif name == b"connection":
+            named |= _named(value)
+    if named:
+        passed = [header for header in passed if header[0] not in named]
     passed.append((b"accept-encoding", b"identity"))
     passed.append((b"x-request-id", request_id.encode("ascii")))
     return passed
@@ -91,8 +101,6 @@ def prompt_estimate(prompt_tokens: int) -> Header:
     return PROMPT_TOKENS, b"%d" % prompt_tokens
 
 
-def _named_in_connection(headers: Iterable[Header]) -> frozenset[bytes]:
-    values = [value for name, value in headers if name == b"connection"]
-    if not values:
-        return _NOTHING
-    return frozenset(token.strip().lower() for value in values for token in value.split(b","))
+def _named(connection: bytes) -> frozenset[bytes]:
+    """What a `Connection` header takes along."""
+    return frozenset(token.strip().lower() for token in connection.split(b","))

@@ -69,7 +69,8 @@ class Cycle(RequestResponseCycle):
             return None
         body, self.body = bytes(self.body), bytearray()
         self.message_event.clear()
-        self.flow.resume_reading()
+        if self.flow.read_paused:
+            self.flow.resume_reading()
         return body
 
     def watch(self, on_left: Callable[[], None] | None) -> None:
@@ -78,7 +79,8 @@ class Cycle(RequestResponseCycle):
             on_left()
             return
         self._on_left = on_left
-        self.flow.resume_reading()
+        if self.flow.read_paused:
+            self.flow.resume_reading()
 
     def leave(self) -> None:
         """The client has left."""
@@ -196,6 +198,8 @@ class ProxyProtocol(HttpToolsProtocol):
     """The request that is being answered, and those behind it."""
     _unread_bytes = 0
     """Of answers, when last looked at."""
+    _head_began = False
+    """In what is being read now."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -231,14 +235,22 @@ class ProxyProtocol(HttpToolsProtocol):
                 self._read_again(data[upgrade.args[0] :])
         except httptools.HttpParserError:
             self.send_400_response("")
+        if self._head_began:  # whole ones, which nearly all are, need no limit of time
+            self._head_began = False
+            if self._reads_head:
+                self._deadline.set(HEAD_SECONDS)
         self._bytes_beside += len(data)
         if self._bytes_beside > HEAD_BYTES_MAX + (0 if self._reads_head else len(data)):
             self.send_400_response("")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """What comes after the head is a trailer, which nobody here reads."""
-        if self._reads_head:
-            super().on_header(name, value)
+        if not self._reads_head:
+            return
+        name = name.lower()
+        if name == b"expect" and value.lower() == b"100-continue":
+            self.expect_100_continue = True
+        self.headers.append((name, value))
 
     def on_body(self, body: bytes) -> None:
         self._bytes_beside = 0
@@ -252,7 +264,8 @@ class ProxyProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._expect_head()
+        self._reads_head = self._head_began = True
+        self._bytes_beside = 0
 
     def on_headers_complete(self) -> None:
         if self._offers_upgrade():
@@ -298,7 +311,8 @@ class ProxyProtocol(HttpToolsProtocol):
             self._unanswered.popleft()
         if self.transport.is_closing():
             return self._close()
-        self.flow.resume_reading()
+        if self.flow.read_paused:
+            self.flow.resume_reading()
         if self.pipeline:
             self._start_asgi_task(*self.pipeline.pop())
         elif not self._reads_head:
@@ -322,6 +336,7 @@ class ProxyProtocol(HttpToolsProtocol):
             self._deadline.set(UNREAD_SECONDS)
 
     def _expect_head(self) -> None:
+        """Of a new connection."""
         self._reads_head = True
         self._bytes_beside = 0
         self._deadline.set(HEAD_SECONDS)

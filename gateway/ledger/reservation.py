@@ -158,7 +158,8 @@ class Ask:
             return
         if self.run:
             self._ledger.forecast.ended(self.run, self._ledger.now())
-        self._disarm()
+        if self._is_expected or self._timer:
+            self._disarm()
         self._leaves = self._answer is None or not self._answer.done() or self._answer.cancelled()
         if self.unanswered:
             self._resolve(self._ledger.draining_refusal())
@@ -264,7 +265,8 @@ class Ask:
             self._send_settle()
 
     def forget(self) -> None:
-        self._disarm()
+        if self._is_expected or self._timer:
+            self._disarm()
         self.phase = Phase.GONE
         self._ledger.forget(self)
 
@@ -370,7 +372,8 @@ class Ask:
         self.forget()
 
     def _send_settle(self) -> None:
-        self._disarm()
+        if self._is_expected or self._timer:
+            self._disarm()
         self.phase = Phase.SETTLING
         self._ledger.settled_here(self.admission)
         if self._leaves:

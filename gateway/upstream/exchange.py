@@ -92,7 +92,8 @@ class Exchange:
         self._suspended: Begun[None] | None = None
         self._woken: asyncio.Future[None] = self._loop.create_future()
         self._idle_counts = False
-        self._limit = f"no answer within {limits.headers_seconds:g} s"
+        self._limit = "no answer within", limits.headers_seconds
+        """What the deadline stands for, in words and seconds."""
         self._deadline = deadline
         deadline.set(limits.headers_seconds)
 
@@ -237,7 +238,7 @@ class Exchange:
         self._coding_bits = _CODINGS[coding]
         self._decoder = None if self._coding_bits is None else zlib.decompressobj(self._coding_bits)
         if self._streams:
-            self._limit = f"no first event within {limits.first_event_seconds:g} s"
+            self._limit = "no first event within", limits.first_event_seconds
             self._deadline.set(limits.first_event_seconds)
 
     # -- passing on ----------------------------------------------------------------------------------------------
@@ -351,9 +352,11 @@ class Exchange:
 
     def _note_progress(self) -> None:
         """Between the pieces of a body the idle limit counts; before a stream's first data event another one does."""
+        if self._ended:
+            return
         if not self._idle_counts and self._head_passed and (not self._streams or self._receiver.started):
             self._idle_counts = True
-            self._limit = f"nothing for {self._limits.idle_seconds:g} s"
+            self._limit = "nothing for", self._limits.idle_seconds
         if self._idle_counts:
             self._deadline.set(self._limits.idle_seconds)
         elif not self._deadline.is_set:
@@ -369,5 +372,6 @@ class Exchange:
             if seconds_left > 0:
                 self._deadline.set(seconds_left)
                 return
-        self._fail(self._limit, timed_out=True)
+        words, seconds = self._limit
+        self._fail(f"{words} {seconds:g} s", timed_out=True)
         self._wake()
