@@ -24,6 +24,7 @@ from gateway.core.sse import AnswerFacts, Failure, StreamInspector, inspect_answ
 from gateway.http.errors import late_error
 from gateway.http.gaps import AllGaps, Gaps
 from gateway.metering import Meter
+from gateway.steps import Begun
 from gateway.upstream.api import Headers, Trouble, UpstreamFailed
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -275,11 +276,23 @@ class AnswerRelay:
         self._note_usage(stream)
         if not stream.started:
             self._held += forward[: stream.opening_bytes_max - len(self._held)]
-        else:
-            self._note_event(started_before, stream.events - events_before)
+        elif started_before:
+            self._note_event(True, stream.events - events_before)
             await self._forward(forward)
+        else:
+            await self._forward_first(forward)
         if stream.failure:
             raise _failed(stream.failure)
+
+    async def _forward_first(self, data: bytes) -> None:
+        """The first token leaves before it is told of, which may be a write to the store; a client that does not read
+        delays nobody who waits for that."""
+        leaving = Begun(self._forward(data))
+        try:
+            self._note_event(False, 1)
+            await leaving.rest()
+        finally:
+            leaving.close()
 
     async def finish(self) -> None:
         if self._stream is None:

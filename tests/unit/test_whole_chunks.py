@@ -288,6 +288,29 @@ async def test_the_time_between_tokens_is_told_once(monkeypatch: pytest.MonkeyPa
     assert len(way.told) == 3
 
 
+async def test_the_first_token_leaves_before_the_books_hear_of_it() -> None:
+    way = stream()
+    written: list[int] = []
+    way.relay._first_token = lambda: written.append(len(way.client.written))
+    way.feed(STREAM_HEAD + chunk(WORD))
+    way.feed(chunk(WORD))
+    assert written == [1]
+
+
+async def test_a_client_that_does_not_read_keeps_no_first_token_from_the_books() -> None:
+    way = stream()
+    way.cycle.flow.pause_writing()
+    written: list[int] = []
+    way.relay._first_token = lambda: written.append(len(way.client.written))
+    way.feed(STREAM_HEAD + chunk(WORD))
+    assert written == [0]
+    way.cycle.flow.resume_writing()
+    way.exchange.lost(OSError("gone"))
+    with pytest.raises(UpstreamFailed):
+        await way.exchange.finish()
+    assert WORD in payload(b"".join(way.client.written))[0]
+
+
 async def test_a_client_that_needs_another_framing_gets_it() -> None:
     way = begun(version="1.0")
     way.feed(chunk(WORD))
