@@ -210,6 +210,18 @@ def test_a_learned_limit_that_is_raised_wakes_who_is_parked(store_client: "redis
     assert fleet.state(waiting) == "unclaimed"
 
 
+def test_a_learned_limit_that_is_raised_starts_who_waits_for_room(
+    store_client: "redis.Redis[bytes]",
+) -> None:
+    fleet = Fleet(store_client)
+    fleet.learn("r2", 1, 12)
+    fleet.run(10, "r2", share=-1, lane="b")
+    waiting = fleet.wait(4, share=-1, lane="b")
+    assert not fleet.twin.books.parked
+    fleet.learn("r2", 2, -1)
+    assert fleet.state(waiting) == "unclaimed"
+
+
 def test_another_share_counts_at_once(store_client: "redis.Redis[bytes]") -> None:
     """Also for a call that waits for the second pool of its lane, whose first one its key has its part of."""
     fleet = Fleet(store_client)

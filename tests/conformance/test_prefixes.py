@@ -315,6 +315,19 @@ def test_what_left_in_the_same_batch_is_not_shared(store_client: Client) -> None
     assert answers[3] == ["grant", ["r0", 0, CACHE]]
 
 
+@pytest.mark.parametrize(("segments", "is_foreseen"), [((A,), False), ((), True)])
+def test_a_wait_is_not_foreseen_where_calls_share(
+    store_client: Client, segments: tuple[Any, ...], is_foreseen: bool
+) -> None:
+    """The end of a call does not say how much comes back."""
+    fleet = Fleet(store_client)
+    fleet.run(50, *segments)
+    fleet.run(50)
+    fleet.step(["H", 0, 0, [1000, "r0", 50]])
+    name, _, wait_ms = fleet.step(fleet.admit(45))[0]
+    assert (name, wait_ms == 1150) == ("ticket", is_foreseen)
+
+
 def test_who_found_no_room_starts_in_the_same_batch_when_it_may_share(store_client: Client) -> None:
     """Neither what was looked up for it nor that it did not fit holds any longer."""
     fleet = Fleet(store_client)

@@ -709,6 +709,18 @@ TESTED_MUTANTS: dict[str, TestedMutant] = {
         "",
         ("tests/conformance/test_prefixes.py",),
     ),
+    "a wait is foreseen although calls share": TestedMutant(
+        "lua/lib/forecast.lua",
+        "replica.elastic > 0 or replica.shared > 0 or replica.soft > 0 then",
+        "replica.elastic > 0 or replica.soft > 0 then",
+        ("tests/conformance/test_prefixes.py",),
+    ),
+    "no dispatch after a learned limit is raised": TestedMutant(
+        "lua/configure.lua",
+        "    queue.recheck_parked()\n    books.meta.dirty = 1\n  end\n  prefixes",
+        "    queue.recheck_parked()\n  end\n  prefixes",
+        ("tests/conformance/test_pool_share.py",),
+    ),
     "what left in the same batch is shared": TestedMutant(
         "lua/lib/prefixes.lua",
         "  if nodes[at + HOLDERS] == 0 then books.turns = books.turns + 1 end -- perhaps the last\n",
