@@ -309,8 +309,8 @@ TESTED_MUTANTS: dict[str, TestedMutant] = {
     ),
     "who was asked to come back is refused with the others": TestedMutant(
         "gateway/flow.py",
-        "        if call.asked_back:\n",
-        "        if False:\n",
+        "if call.asked_back or call.came_back:",
+        "if call.came_back:",
         ("tests/flow/test_repetition.py",),
     ),
     "who returns does not pay for what its key had meanwhile": TestedMutant(
