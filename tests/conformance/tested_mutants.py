@@ -835,4 +835,46 @@ TESTED_MUTANTS: dict[str, TestedMutant] = {
         "  books.meta.dirty = 1\nend\n\n-- The conversation",
         ("tests/conformance/test_holds.py",),
     ),
+    "a settle forgets the conversation": TestedMutant(
+        "gateway/ledger/reservation.py",
+        "*([self._name] if self._name else [])",
+        "",
+        ("tests/flow/test_talks.py",),
+    ),
+    "an admit forgets what it goes on with": TestedMutant(
+        "gateway/ledger/reservation.py",
+        ", *([a.past] if a.past else [])",
+        "",
+        ("tests/flow/test_talks.py",),
+    ),
+    "another key's conversation is warm": TestedMutant(
+        "gateway/talks.py",
+        " + call.terms.key.encode()",
+        "",
+        ("tests/flow/test_talks.py",),
+    ),
+    "a failed answer is held": TestedMutant(
+        "gateway/talks.py",
+        " or call.blocks_used is None or not 200 <= call.status < 300 or call.interrupted",
+        "",
+        ("tests/flow/test_talks.py",),
+    ),
+    "what was held elsewhere teaches nothing": TestedMutant(
+        "gateway/talks.py",
+        "        _returns(call).came_from_elsewhere()\n",
+        "",
+        ("tests/flow/test_talks.py",),
+    ),
+    "the place where a client wants its cache is part of a conversation": TestedMutant(
+        "gateway/core/talk.py",
+        "if name != _MARK}",
+        "}",
+        ("tests/unit/test_talk.py",),
+    ),
+    "what is not likely to be gone on with is held": TestedMutant(
+        "gateway/core/returns.py",
+        "            if self._passed % PROBED:\n                return False\n",
+        "",
+        ("tests/unit/test_returns.py",),
+    ),
 }

@@ -104,6 +104,7 @@ async def test_nothing_is_held_of_what_nobody_goes_on_with(store_url: str, field
         await world.visit(body)
         await soon(lambda: not world.ledger.inflight, "it was given back")
         assert await holds(world) == 0
+        assert not any(kind._pending for kind in world.fleet.returns._kinds.values())
         await world.quiet()
 
 
@@ -180,3 +181,18 @@ async def test_who_waits_for_what_is_held_starts_when_that_ends(store_url: str) 
 
 def snapshot(world: World) -> Snapshot:
     return assert_books_hold(world.store, world.ledger.fleet)
+
+
+async def test_what_another_process_has_held_teaches_as_well(store_url: str) -> None:
+    """It answered a moment ago what goes on here; a cold call, or one that was seen to end here, teaches nothing."""
+    async with talking(store_url) as world:
+        await ask(world, "Why?")
+        (kind,) = world.fleet.returns._kinds.values()
+        kind._pending.clear()  # it was another process
+        await ask(world, "Why?", "So.", "And?")
+        assert (kind._came, kind._over) == (1, 0)
+        await ask(world, "Why?", "So.", "And?", "So.", "And?")
+        assert (kind._came, kind._over) == (2, 1)
+        await ask(world, "Who?", "So.", "And?")
+        assert (kind._came, kind._over) == (2, 1)
+        await world.quiet()
