@@ -1,11 +1,12 @@
 """With which conversation a call goes on, and whether its own is likely to go on: the ledger keeps that place warm."""
 
 import asyncio
+from functools import lru_cache
 
 from gateway.call import Call
 from gateway.core.prefixes import Salt
 from gateway.core.returns import Returns
-from gateway.core.talk import INLINE_BYTES_MAX, read_talk
+from gateway.core.talk import INLINE_BYTES_MAX, SALTS, read_talk
 
 
 async def read(call: Call, now: float) -> None:
@@ -56,4 +57,12 @@ def _salt(call: Call) -> bytes:
     """Another key's conversation is another one, whatever it says."""
     fleet, beside = call.fleet, call.generation.beside or b""
     adapter = fleet.engines.shape().adapter(call.request.model)
-    return Salt(fleet.name, adapter, call.terms.cache_salt, 0, beside).digest() + call.terms.key.encode()
+    salt = Salt(fleet.name, adapter, call.terms.cache_salt, 0, beside)
+    digest = salt.digest() if beside or adapter else _digest(salt)  # a client may send what it likes as these
+    return digest + call.terms.key.encode()
+
+
+@lru_cache(SALTS)
+def _digest(salt: Salt) -> bytes:
+    """Of those that the settings alone decide."""
+    return salt.digest()

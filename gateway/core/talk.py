@@ -5,6 +5,7 @@ of that is a name on which both agree, without their tokens or an id of the sess
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -16,7 +17,10 @@ INLINE_BYTES_MAX = 128 * 1024
 """0.3 ms; what is longer is read off the event loop."""
 _MARK = "cache_control"
 """Where a client wants its provider to cache: it moves from turn to turn, and engines do not read it."""
+_MARKED = b'"cache_control"'
 _ASSISTANT = "assistant"
+SALTS = 1_024
+"""Kept at hand, of keys that have conversations now."""
 
 
 class Talk(NamedTuple):
@@ -40,20 +44,25 @@ def read_talk(messages: bytes, salt: bytes) -> Talk:
 
     Raises msgspec.MsgspecError for what is no list of objects.
     """
-    raws = _RAWS.decode(messages)
-    last = _last_answer(raws)
-    marked = b'"%b"' % _MARK.encode() in messages
-    hasher, past = blake2b(b"%d:%b" % (len(salt), salt), digest_size=NAME_BYTES), ""
+    raws: Sequence[bytes | msgspec.Raw] = _RAWS.decode(messages)
+    last = _last_answer(raws) if len(raws) > 1 else 0
+    if _MARKED in messages:
+        raws = [_without_marks(raw) for raw in raws]
+    hasher, past = _begun(salt).copy(), ""
     for at, raw in enumerate(raws):
         if at == last and at:
             past = hasher.copy().hexdigest()
-        shown = _without_marks(raw) if marked else raw
-        hasher.update(b"%d:" % memoryview(shown).nbytes)
-        hasher.update(shown)
+        hasher.update(b"%d:" % len(raw))
+        hasher.update(raw)
     return Talk(past, hasher.hexdigest())
 
 
-def _last_answer(raws: Sequence[msgspec.Raw]) -> int:
+@lru_cache(SALTS)
+def _begun(salt: bytes) -> "blake2b":
+    return blake2b(b"%d:%b" % (len(salt), salt), digest_size=NAME_BYTES)
+
+
+def _last_answer(raws: Sequence[bytes | msgspec.Raw]) -> int:
     """Its place; 0 = there is none."""
     for at in range(len(raws) - 1, 0, -1):
         if _MESSAGE.decode(raws[at]).role == _ASSISTANT:
@@ -61,7 +70,7 @@ def _last_answer(raws: Sequence[msgspec.Raw]) -> int:
     return 0
 
 
-def _without_marks(raw: msgspec.Raw) -> bytes:
+def _without_marks(raw: bytes | msgspec.Raw) -> bytes:
     return msgspec.json.encode(_cleared(msgspec.json.decode(raw)))
 
 
