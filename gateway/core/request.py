@@ -362,11 +362,13 @@ def _parse(endpoint: Endpoint, body: bytes, n_max: int) -> GenerationRequest:
     stream = read_boolean(members, "stream") and not is_batch
     usage = read_stream_options(members, body) if stream else NO_STREAM
     limit_field, output_limit = _read_output_limit(members, endpoint)
-    min_tokens, per_prompt = 0, 1
+    min_tokens, per_prompt, cut, priority = 0, 1, None, 0
     if not _SELDOM_GIVEN.isdisjoint(members):
         min_tokens = _read_min_tokens(members, limit_field, output_limit)
         per_prompt = _read_sequences(members, n_max)
         _check_the_rest(members, endpoint)
+        cut = read_integer(members, "truncate_prompt_tokens", -1, INTEGER_MAX)
+        priority = read_integer(members, "priority", -INTEGER_MAX, INTEGER_MAX) or 0
     prompts, layout = _PROMPTS[endpoint](members), Layout() if is_batch else None
     count = layout.count(len(prompts)) if layout else len(prompts)
     prompt_field = "prompt" if endpoint is Endpoint.COMPLETIONS else "messages"
@@ -389,10 +391,10 @@ def _parse(endpoint: Endpoint, body: bytes, n_max: int) -> GenerationRequest:
         meter_asked=usage.meter_asked,
         id_edit=None,
         min_tokens=min_tokens,
-        truncate_prompt_tokens=read_integer(members, "truncate_prompt_tokens", -1, INTEGER_MAX),
+        truncate_prompt_tokens=cut,
         sequences_per_prompt=per_prompt,
         beside=b"" if _BESIDE.isdisjoint(members) else _read_beside(members),
-        priority=read_integer(members, "priority", -INTEGER_MAX, INTEGER_MAX) or 0,
+        priority=priority,
         prompts=prompts,
         prompt_field=prompt_field,
         layout=layout,
@@ -413,11 +415,14 @@ _SELDOM_GIVEN = frozenset(
         "seed",
         "top_logprobs",
         "logprobs",
+        "truncate_prompt_tokens",
+        "priority",
         EXTRAS,
         *_TRANSFER_FIELDS,
     )
 )
-"""What `_read_min_tokens`, `_read_sequences` and `_check_the_rest` look for: looking once costs a tenth of that."""
+"""What `_read_min_tokens`, `_read_sequences` and `_check_the_rest` look for, and two others: looking once costs a tenth
+of that."""
 _UNSHARED = ("prompt_logprobs", "echo", "use_beam_search")
 """With the first an engine computes a prompt anew, `echo` can mean the same, and beams are calls of their own.
 

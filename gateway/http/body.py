@@ -100,10 +100,10 @@ def accept_body(
     setting: str = "server.body_bytes_max",
 ) -> bytes | Refusal:
     """As `read_body`, of one that has come; `headers` are those of the scope by name."""
-    limit = _Limit(limit_bytes, setting)
     declared = headers.get(b"content-length", b"")
     plain = len(headers) == len(scope["headers"]) and _UNUSUAL.isdisjoint(headers)
     if not (plain and declared == b"%d" % len(body) and len(body) <= limit_bytes):
+        limit = _Limit(limit_bytes, setting)
         found = _declared_bytes(scope["headers"], limit)
         if isinstance(found, Refusal):
             return found

@@ -268,7 +268,7 @@ class ProxyProtocol(HttpToolsProtocol):
         self._bytes_beside = 0
 
     def on_headers_complete(self) -> None:
-        if self._offers_upgrade():
+        if self.parser.should_upgrade() and self._offers_upgrade():
             return
         self._head_is_over()
         version = self.parser.get_http_version()
@@ -299,7 +299,7 @@ class ProxyProtocol(HttpToolsProtocol):
             self.flow.pause_reading()
 
     def on_message_complete(self) -> None:
-        if self._offers_upgrade() or self.cycle.response_complete:
+        if (self.parser.should_upgrade() and self._offers_upgrade()) or self.cycle.response_complete:
             return
         self.cycle.more_body = False
         self.cycle.message_event.set()

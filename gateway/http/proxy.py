@@ -462,7 +462,8 @@ class Proxy:
     def _terms_of(self, key: Key, priority: int, headers: Mapping[bytes, bytes]) -> Terms | Refusal:
         """What the key allows, and the call itself asks to be less."""
         if not (priority or PRIORITY in headers or DEADLINE in headers):
-            return self._usual_terms(key)
+            known = self._known_terms.get(key.name)
+            return known[1] if known is not None and known[0] is key else self._usual_terms(key)
         settings = self._settings
         class_ = lowered_class(self._class_of(key), tuple(settings.classes), headers.get(PRIORITY), priority)
         deadline_ms = read_deadline(headers.get(DEADLINE))
@@ -474,9 +475,6 @@ class Proxy:
 
     def _usual_terms(self, key: Key) -> Terms:
         """Of a call that asks nothing: the same for all of a key, until it or the settings change."""
-        known = self._known_terms.get(key.name)
-        if known is not None and known[0] is key:
-            return known[1]
         if len(self._known_terms) >= KNOWN_TERMS_MAX:
             self._known_terms.clear()
         terms = self._terms(key, self._class_of(key), None)

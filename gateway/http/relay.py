@@ -168,14 +168,6 @@ class AnswerRelay:
         return self._call.request.holds_blocks
 
     @property
-    def _is_binary(self) -> bool:
-        """Embeddings as bytes, which say nothing of themselves."""
-        return (
-            self._media_type.startswith(b"application/octet-stream")
-            and not self._call.generation.endpoint.generates
-        )
-
-    @property
     def _is_response(self) -> bool:
         return self._call.request.path == Endpoint.RESPONSES
 
@@ -317,15 +309,8 @@ class AnswerRelay:
         if self._call.status:
             return await self._write({"type": "http.response.body", "body": b""})
         body = bytes(self._held)
-        if self._status == 200 and self._judges and not self._is_binary:
-            facts = self._inspect(body)
-            if facts.failure:
-                raise _failed(facts.failure)
-            self._call.usage = facts.usage
-            if (
-                facts.usage and not self._call.generation.endpoint.generates
-            ):  # of scores no output is told at all
-                self._call.usage = msgspec.structs.replace(facts.usage, completion_tokens=0)
+        if self._status == 200 and self._judges:
+            self._judge(body)
         if self._opening and await self._opening.take_over():
             return await self._finish_late(body)
         self._headers.append((b"content-length", b"%d" % len(body)))
@@ -336,6 +321,19 @@ class AnswerRelay:
             await self._begin()
             await self._write({"type": "http.response.body", "body": body})
         return None
+
+    def _judge(self, body: bytes) -> None:
+        """Raises UpstreamFailed."""
+        call = self._call
+        generates = call.generation.endpoint.generates
+        if not generates and self._media_type.startswith(b"application/octet-stream"):
+            return  # embeddings as bytes, which say nothing of themselves
+        facts = self._inspect(body)
+        if facts.failure:
+            raise _failed(facts.failure)
+        call.usage = facts.usage
+        if facts.usage and not generates:  # of scores no output is told at all
+            call.usage = msgspec.structs.replace(facts.usage, completion_tokens=0)
 
     async def _forward(self, data: bytes) -> None:
         if not self._call.status:

@@ -89,7 +89,8 @@ class Ask:
     @property
     def shared(self) -> int:
         """Blocks of its prompt that it holds together with others, as far as the store has told."""
-        return sum(segment.blocks for segment in self.admission.segments[: self._joined])
+        joined = self.admission.segments[: self._joined]
+        return sum(segment.blocks for segment in joined) if joined else 0
 
     @property
     def unanswered(self) -> bool:

@@ -31,14 +31,15 @@ class CallRecords:
     """An observer that makes one record of each finished call, and of what is shared no more."""
 
     def __call__(self, event: Event) -> None:
-        if isinstance(event, CacheDoubted):
+        if isinstance(event, CallEnded):
+            if calls.isEnabledFor(logging.INFO):
+                calls.info("call ended", extra={"fields": _call_fields(event)})
+        elif isinstance(event, CacheDoubted):
             text = "replica %s of fleet %s has less in its prefix cache than it should: nothing more is shared there"
             prefixes.warning(text, event.replica, event.fleet)
-        if isinstance(event, Miscounted):
+        elif isinstance(event, Miscounted):
             text = "fleet %s: its tokenizer does not count prompts of %s%s as the engines do: nothing is shared there"
             prefixes.warning(text, event.fleet, event.route, f" by key {event.key}" if event.key else "")
-        if isinstance(event, CallEnded) and calls.isEnabledFor(logging.INFO):
-            calls.info("call ended", extra={"fields": _call_fields(event)})
 
 
 def _call_fields(event: CallEnded) -> dict[str, Any]:
