@@ -847,6 +847,12 @@ TESTED_MUTANTS: dict[str, TestedMutant] = {
         "",
         ("tests/flow/test_talks.py",),
     ),
+    "who goes on is refused with the others": TestedMutant(
+        "gateway/flow.py",
+        "        if call.asked_back or call.came_back:\n",
+        "        if call.asked_back:\n",
+        ("tests/flow/test_talks.py",),
+    ),
     "another key's conversation is warm": TestedMutant(
         "gateway/talks.py",
         " + call.terms.key.encode()",
