@@ -92,9 +92,9 @@ class Joint:
         if self._inside is not None:
             self._inside.first_token()
 
-    def grow(self, held: int, base: int, path: bytes) -> None:
+    def grow(self, held: int, base: int, path: bytes, net: int = 0) -> None:
         if self._inside is not None:
-            self._inside.grow(held, base, path)
+            self._inside.grow(held, base, path, net)
 
     def settle(
         self, used_blocks: int | None, cost: int | None, used: Units | None = None, name: str = ""

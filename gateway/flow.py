@@ -430,7 +430,7 @@ class Flow:
             return None
         unmetered = Unmetered(call.fleet.name, call.fleet.engines.pool(grant.replica))
         return Meter(
-            Growth(demand, call.law),
+            Growth(demand, call.law, grant.shared),
             reservation,
             call.fleet.lengths,
             call.kind,

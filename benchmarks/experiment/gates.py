@@ -39,13 +39,25 @@ class Held:
     """Past its first token."""
     shared: int = 0
     """Blocks of it that are counted once for all who share them; what it holds is the rest."""
-    narrowed: Callable[[], elastic.Path] | None = None
-    """Its path again, once more is shared."""
+    there: int = 0
+    """Blocks that it shared as it was granted."""
+    said: elastic.Path | None = None
+    """Its path, without `net` blocks of it; `path` is without all that are shared."""
+    net: int = 0
+    inside: bool = False
+    """In a piece that others may hold, too."""
     arrived: float = 0.0
     warm: bool = False
     """What was said before is kept for it."""
     course: Any = None
     """Of who asked for it."""
+
+    def beside(self, shared: int) -> elastic.Path | None:
+        """Its path where so many blocks are shared."""
+        if self.said is None:
+            return None
+        held, blocks = self.held + self.shared, self.blocks + self.shared
+        return elastic.narrowed(self.said, self.net, shared, held, blocks, BLOCK_SIZE)
 
 
 class Ledger(Protocol):
@@ -125,7 +137,7 @@ class Books:
         return self._has_room(held, 0, self.limit)
 
     def _has_room(self, held: Held, shared: int, limit: int) -> bool:
-        """With so many of its blocks counted already.  Its path is that of all of them, which is on the safe side."""
+        """With so many of its blocks counted already."""
         prefill = max(held.prefill - shared * BLOCK_SIZE, 0)
         if self.sequences >= SEQUENCES or (self.prefill and self.prefill + prefill > PREFILL_TOKENS):
             return False
@@ -133,7 +145,7 @@ class Books:
             return True
         if self.used + held.held - shared > limit:
             return False
-        path = held.path or elastic.flat(held.blocks - shared)
+        path = held.beside(shared) or elastic.flat(held.blocks - shared)
         return self.full + held.blocks - shared <= limit or elastic.bound_holds(
             self.sums, path, self.assured, limit, self.base
         )
@@ -209,8 +221,8 @@ class Elastic(Guaranteed):
         held = super().hold(call, deadline)
         prompt = self._misread(call)
         held.blocks = max(1, -(-(prompt + call.limit - 1) // BLOCK_SIZE))
-        held.until, held.held, held.path = self._path(call, prompt, 0)
-        held.narrowed = lambda: self._path(call, prompt - held.shared * BLOCK_SIZE, 0)[2]
+        held.until, held.held, held.path = self._path(call, prompt, 0, 0)
+        held.said = held.path
         return held
 
     def written(self, held: Held, tokens: int, now: float) -> tuple[int, list[Held]]:
@@ -219,11 +231,12 @@ class Elastic(Guaranteed):
             self._watched[held] = Watched()
             granted = self.ledger.first_token(held, now)
         self._watched[held].advance(tokens, self._news)
-        corrected = tokens == 1 and self._misread(call) != call.prompt_tokens
+        corrected = tokens == 1 and (held.there > 0 or self._misread(call) != call.prompt_tokens)
         if corrected or (tokens >= held.until - AHEAD_TOKENS and held.until < call.limit):
-            prompt = call.prompt_tokens - held.shared * BLOCK_SIZE
-            held.until, blocks, path = self._path(call, prompt, tokens)
-            granted += self.ledger.grow(held, blocks, path, now)
+            held.until, blocks, held.said = self._path(call, call.prompt_tokens, tokens, held.there)
+            held.net = held.there
+            path = elastic.narrowed(held.said, held.net, held.shared, blocks, call.blocks, BLOCK_SIZE)
+            granted += self.ledger.grow(held, blocks - held.shared, path, now)
         age = AGES[min(bucket_of(tokens) + 1, len(AGES) - 1)]
         growth = held.until - AHEAD_TOKENS if held.until < call.limit else 1 << 62
         return max(min(growth, age if age > tokens else 1 << 62), tokens + 1), granted
@@ -241,8 +254,10 @@ class Elastic(Guaranteed):
         self.known.replace(rows)
         return surprised
 
-    def _path(self, call: Call, prompt: int, written: int) -> tuple[int, int, elastic.Path]:
+    def _path(self, call: Call, prompt: int, written: int, net: int) -> tuple[int, int, elastic.Path]:
+        """Until when it holds how many blocks, and its path without `net` of them."""
+        rest = prompt - net * BLOCK_SIZE
         until = elastic.next_growth(written, call.limit)
         blocks = elastic.blocks_at(prompt, until, BLOCK_SIZE, 0)
-        path = elastic.path_of(prompt, call.limit, written, self.known.survival, BLOCK_SIZE, self._base)
+        path = elastic.path_of(rest, call.limit, written, self.known.survival, BLOCK_SIZE, self._base)
         return until, blocks, path

@@ -64,7 +64,7 @@ class RealBooks(Books):
     def grow(self, held: Held, blocks: int, path: elastic.Path, now: float) -> list[Held]:
         held.held, held.path = blocks, path
         packed = path_argument(elastic.pack(path))
-        results, granted = self._step(now, ["Z", _id(held), blocks, self.base, packed])
+        results, granted = self._step(now, ["Z", _id(held), blocks, self.base, packed, 0])
         self.overdrafts += results[0][0] == "over"
         return granted
 

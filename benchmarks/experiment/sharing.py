@@ -1,7 +1,8 @@
 """Books that charge what calls share once, and keep the histories of sessions that come back.
 
 What all calls of a trace begin with is one piece, which the trace knows and `gateway` has to find.  Whoever is admitted
-while somebody past its first token holds it needs its blocks less.  A session's next turn is warm while its last one's
+while somebody past its first token holds it needs its blocks less, as in `gateway.core.nodes`: of calls with paths the
+first one's piece is its own until the second has computed it.  A session's next turn is warm while its last one's
 blocks are held softly: they count against cold calls only, by the rules of the books themselves
 (`gateway/core/holds.py`).
 """
@@ -25,6 +26,8 @@ class Node:
     """Past their first token."""
     newcomers: int = 0
     """Granted because it was there, and not that far."""
+    own: Held | None = None
+    """In whose charge it is: of one call that has a path."""
 
 
 class SharingBooks(Books):
@@ -57,27 +60,42 @@ class SharingBooks(Books):
         self.prefill -= held.prefill
         held.prefill, held.told = 0, True
         name, blocks = held.call.piece
-        if held.shared:
+        if held.inside:
             self.nodes[name].newcomers -= 1
+        elif name not in self.nodes and held.path is not None:
+            self.nodes[name] = Node(blocks, own=held)
         else:
-            if name not in self.nodes:
-                self.nodes[name] = Node(blocks)
-                self._count(blocks)
-            self._leave(held)
-            self._narrow(held, blocks)
-            self._enter(held)
+            self._share(self.nodes.get(name), held)
+        held.inside = True
         self.nodes[name].holders += 1
         return self._dispatch(now)
 
+    def _share(self, node: Node | None, held: Held) -> None:
+        """It has computed what is there already, perhaps in another one's charge, or makes it."""
+        name, blocks = held.call.piece
+        theirs = [held]
+        if node is None or node.own is not None:
+            theirs += [node.own] if node is not None and node.own is not None else []
+            self._count(blocks)
+        if node is None:
+            self.nodes[name] = Node(blocks)
+        else:
+            node.own = None
+        for each in theirs:
+            self._leave(each)
+            self._narrow(each, blocks)
+            self._enter(each)
+
     def settle(self, held: Held, now: float) -> list[Held]:
         self._leave(held)
-        if held.shared:
+        if held.inside:
             name, node = held.call.piece[0], self.nodes[held.call.piece[0]]
             node.holders -= held.told
             node.newcomers -= not held.told
             if not node.holders + node.newcomers:
                 del self.nodes[name]
-                self._count(-node.blocks)
+                if node.own is None:
+                    self._count(-node.blocks)
         self._keep(held, now)
         return self._dispatch(now)
 
@@ -104,6 +122,7 @@ class SharingBooks(Books):
     def _take(self, held: Held) -> None:
         if there := self._there(held):
             self._narrow(held, there)
+            held.there, held.inside = there, True
             self.nodes[held.call.piece[0]].newcomers += 1
         self._end_hold(before(held))
         super()._take(held)
@@ -113,7 +132,7 @@ class SharingBooks(Books):
     def _there(self, held: Held) -> int:
         """Blocks of it that somebody has computed and holds."""
         node = self.nodes.get(held.call.piece[0])
-        return node.blocks if node is not None and node.holders else 0
+        return node.blocks if node is not None and node.holders and node.own is None else 0
 
     def _narrow(self, held: Held, blocks: int) -> None:
         held.shared = blocks
@@ -121,8 +140,7 @@ class SharingBooks(Books):
         held.blocks -= blocks
         left = held.prefill - blocks * BLOCK_SIZE
         held.prefill = left if left >= PREFILL_MIN else 0
-        if held.narrowed is not None:
-            held.path = held.narrowed()
+        held.path = held.beside(held.shared)
 
     def _count(self, blocks: int) -> None:
         """A piece: there for as long as anybody is in it."""

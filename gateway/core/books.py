@@ -13,7 +13,18 @@ from typing import Any
 
 import msgspec
 
-from gateway.core.elastic import ELASTIC, GUARANTEED, POINTS, SUM_MAX, Path, bound_holds, flat, pack, unpack
+from gateway.core.elastic import (
+    ELASTIC,
+    GUARANTEED,
+    POINTS,
+    SUM_MAX,
+    Path,
+    bound_holds,
+    flat,
+    narrowed,
+    pack,
+    unpack,
+)
 from gateway.core.holds import WARM, Hold, Holds, averaged, counted, is_large
 from gateway.core.nodes import Nodes, Prefix
 from gateway.core.order import (
@@ -179,13 +190,14 @@ class Call:
     fingerprint: str = ""
     """Of the request, kept only beside `once`."""
     held: int = 0
-    """What it holds of its replica now: `asked` where it is charged by its path, else `blocks` without what is in
-    nodes."""
+    """What it holds of its replica now: `asked` where it is charged by its path, else `blocks`; without what it
+    shares."""
     asked: int = 0
-    """What it is to hold where it is charged by its path."""
+    """What it is to hold where it is charged by its path, with what it shares."""
     base: int = 0
     path: bytes = b""
-    """What it may hold later (`core/elastic.py`), for replicas of the size `base`; empty: it is charged in full."""
+    """What it may hold later (`core/elastic.py`), without `prefix.net` blocks of it, for replicas of the size `base`;
+    empty: it is charged in full."""
     elastic: int = 0
     """1 = its path is in its replica's sums: it is charged by it."""
     promised: int = 0
@@ -206,6 +218,15 @@ class Call:
     @property
     def is_warm(self) -> bool:
         return self.yields_until == WARM
+
+    def asks(self, shared: int) -> int:
+        """What it is to hold where it is charged by its path, and shares so many blocks."""
+        return max(self.asked - shared, 0)
+
+    def points(self, shared: int) -> Path:
+        """Its path, where it shares so many blocks."""
+        prefix = self.prefix
+        return narrowed(unpack(self.path), prefix.net, shared, self.asked, self.blocks, prefix.block_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -838,8 +859,6 @@ class Books:
 
     def _shared(self, call: Call, replica: Replica) -> int:
         """Blocks that it would share there; of one that only asks, and whose prompt is not known, as many as can be."""
-        if _is_by_path(call, replica):
-            return 0
         if call.prefix.block_size and not call.prefix.segments:
             return min(replica.shared, call.blocks - 1)
         return call.prefix.blocks_of(self.nodes.run(call.prefix, replica.name, replica.cache))
@@ -850,11 +869,11 @@ class Books:
         if replica.used == 0:
             return True
         by_path, limit = _is_by_path(call, replica), self._limit(call, replica)
-        if replica.used + (call.asked if by_path else call.blocks - shared) > limit:
+        if replica.used + (call.asks(shared) if by_path else call.blocks - shared) > limit:
             return False
         if replica.full + call.blocks - shared <= limit:  # safe, whatever they write
             return True
-        path = unpack(call.path) if by_path else flat(call.blocks - shared)
+        path = call.points(shared) if by_path else flat(call.blocks - shared)
         base = replica.base or call.base
         return bound_holds(replica.points(), path, replica.assured, limit, base)
 
@@ -1192,11 +1211,11 @@ class Books:
         """It is admitted there on the strength of what others have computed: which of its segments that is."""
         if not call.prefix.segments:
             return
-        shared = 0 if _is_by_path(call, replica) else self.nodes.run(call.prefix, replica.name, replica.cache)
+        shared = self.nodes.run(call.prefix, replica.name, replica.cache)
         call.prefix.cache, call.prefix.joined, call.prefix.computed = replica.cache, shared, 0
 
     def _count_nodes(self, replica: Replica, blocks: int) -> None:
-        """Nodes came, or went (negative): whole demands of nobody in particular."""
+        """Nodes count by themselves, or are gone (negative): whole demands of nobody in particular."""
         replica.shared += blocks
         replica.used += blocks
         replica.full += blocks
@@ -1208,18 +1227,32 @@ class Books:
         if not prefix.segments or prefix.computed:
             return
         self.nodes.compute(prefix, replica.name)
-        if not call.elastic and prefix.cache and prefix.cache == replica.cache:
+        if prefix.cache and prefix.cache == replica.cache:
+            alone = self._enter(call, prefix.joined, len(prefix.segments), replica)
             self._uncount(call, replica)
-            first, prefix.joined = prefix.joined, len(prefix.segments)
-            self._count_nodes(replica, self.nodes.join(prefix, first, replica.name))
+            prefix.joined, prefix.alone = len(prefix.segments), prefix.alone + alone
             self._count(call, replica)
         self.dirty = True  # who waits may share it, and what several had of it was given back
 
+    def _enter(self, call: Call, first: int, last: int, replica: Replica) -> int:
+        """It joins the nodes of these segments; blocks of those that are its own.  What was another's own until now
+        leaves that one's charge."""
+        own = call.id if _is_by_path(call, replica) else ""
+        joined = self.nodes.join(call.prefix, first, last, replica.name, own)
+        self._count_nodes(replica, joined.counted)
+        for id_, blocks in joined.freed:
+            other = self.calls[id_]
+            self._uncount(other, replica)
+            other.prefix.alone -= blocks
+            self._count(other, replica)
+        return joined.alone
+
     def _count(self, call: Call, replica: Replica) -> None:
         """Put its own blocks on the replica: by its path where that can be, else all that it may ever need."""
-        sums = _added(replica.points(), unpack(call.path), 1) if _is_by_path(call, replica) else b""
+        shared = call.prefix.shared
+        sums = _added(replica.points(), call.points(shared), 1) if _is_by_path(call, replica) else b""
         call.elastic = int(bool(sums))
-        call.held = call.asked if sums else call.own
+        call.held = call.asks(shared) if sums else call.own
         replica.used += call.held
         replica.full += call.own
         if sums:
@@ -1234,18 +1267,21 @@ class Books:
         replica.full -= call.own
         if call.elastic:
             replica.elastic -= 1
-            replica.sums = _added(replica.points(), unpack(call.path), -1)
+            replica.sums = _added(replica.points(), call.points(call.prefix.shared), -1)
         else:
             replica.assured -= call.own
         if not replica.elastic:
             replica.base, replica.sums = 0, b""
         call.held = call.elastic = 0
 
-    def _recount(self, call: Call, held: int, base: int, path: bytes) -> Answer:
+    def _recount(self, call: Call, held: int, base: int, path: bytes, net: int) -> Answer:
         """A running call holds another number of blocks from now on.  Waiters and holds do not stop it, and no limit:
         what is above it was written by the engine already, or will be."""
+        if not path and not call.path:  # it is charged in full, as before
+            return ["ok"]
         replica, before = self.replicas[call.replica], (call.held, call.elastic)
         self._uncount(call, replica)
+        call.prefix.net = min(net, call.prefix.blocks_of(len(call.prefix.segments)))
         call.asked, call.base, call.path = _wanted(call.blocks, held, base, path)
         self._count(call, replica)
         if before[1] or call.elastic:  # a waiter may fit where a path has become lower
@@ -1256,10 +1292,11 @@ class Books:
     def _reserve(self, call: Call, replica: Replica) -> None:
         """Its prefix says which nodes it is in."""
         prefix = call.prefix
-        self._count_nodes(replica, self.nodes.join(prefix, 0, replica.name))
+        prefix.alone = self._enter(call, 0, prefix.joined, replica)
         self._count(call, replica)
         replica.sequences += call.sequences
-        call.prefilling = 0 if prefix.computed else prefix.prefill(call.prefill, prefix.shared)
+        there = prefix.blocks_of(prefix.joined)
+        call.prefilling = 0 if prefix.computed else prefix.prefill(call.prefill, there)
         replica.prefill += call.prefilling
         call.replica, call.pool = replica.name, replica.pool
         key = self._key(call.key)
@@ -1853,13 +1890,15 @@ class Books:
             call.prefilling = 0
             self.dirty = True
 
-    def _resize(self, owner: str, id_: str, held: int, base: int, path: bytes) -> Answer:
-        """What the call holds from now on, and its path: absolute, so that carrying it out twice changes nothing."""
+    def _resize(self, owner: str, id_: str, held: int, base: int, path: bytes, net: int) -> Answer:
+        """What the call holds from now on, with what it shares, and its path, without `net` blocks of that.
+
+        Absolute: to carry it out twice changes nothing, nor does what the call comes to share before or after."""
         call = self._mine(owner, id_)
         if call is None or not _holds(call):
             return ["gone"]
         call.state = "reserved"
-        return self._recount(call, held, base, path)
+        return self._recount(call, held, base, path, net)
 
     def _move(self, owner: str, id_: str, exclude: Sequence[str]) -> Answer:
         """Back into the queue at the old place, not on these replicas, without paying twice; once, also if it is
@@ -1965,8 +2004,9 @@ class Books:
         if known and known.state != "queued":
             if known.replica != replica:
                 return ["error", "declared on another replica"]
-            self._recount(known, held, base, path)
-            return self._confirm(known, prefill, _prefix(prefix))
+            declared = _prefix(prefix)
+            self._recount(known, held, base, path, declared.net)
+            return self._confirm(known, prefill, declared)
         target = self.replicas.get(replica)
         if target is None and force:
             target = self.replicas[replica] = Replica(replica, pool="", state="removed")
@@ -2120,11 +2160,9 @@ def _holds(call: Call) -> bool:
 
 
 def _is_by_path(call: Call, replica: Replica) -> bool:
-    """Whether the call is charged by its path there; sums of paths for different sizes would say nothing, and who
-    shares stays charged in full."""
+    """Whether the call is charged by its path there; sums of paths for different sizes would say nothing."""
     return (
         call.path != b""
-        and not call.prefix.joined
         and not call.promised
         and replica.mode != GUARANTEED
         and (not replica.elastic or replica.base == call.base)

@@ -48,6 +48,8 @@ CERTAIN = 0.9
 """The part of calls that go to their limit from which on each is charged as if it did."""
 EXPONENT_MAX = 30
 """From there on `1 - share` is nothing beside `share x e^exponent`, and leaving it out errs on the safe side."""
+NARROWED_MAX = 2**20
+"""Blocks of the largest call whose path is narrowed: the store computes in doubles, and exactly so far."""
 SUM_MAX = 2**32 - 1
 """Of a point, as it is packed."""
 _PACKED = struct.Struct(f">{POINTS}I")
@@ -128,6 +130,43 @@ def _point(blocks: int, share: float, theta: float) -> int:
     else:
         bandwidth = math.log1p(share * math.expm1(exponent)) / theta
     return min(math.ceil(bandwidth * SCALE), blocks * SCALE)
+
+
+def narrowed(path: Path, net: int, shared: int, held: int, blocks: int, block_size: int) -> Path:
+    """The path of a call of which `shared` blocks are counted elsewhere, once for all who share them.
+
+    `net`: so many of its blocks are not in `path`.  `held`: what it holds until it grows next; `blocks`: its whole
+    demand; both with what it shares.
+
+    What is left of X, all blocks or none, is at most X (1 - more / most), where `more` of it is shared, and X never
+    above `most`.  By Lyapunov's inequality ln E[exp(theta c X)] <= c ln E[exp(theta X)] for c <= 1, so as much is left
+    of each point at most; exactly that where the call certainly runs on, and of bandwidths far below 1 / theta.
+    To take the shared blocks off a point would be wrong: who has left would count as less than nothing.  Where less is
+    shared than the path is without, the rest counts as though the call certainly ran on.
+    """
+    more = shared - net
+    if not more:
+        return path
+    points: list[int] = []
+    for number in range(len(HORIZONS)):
+        row = path[number * len(TILTS) : (number + 1) * len(TILTS)]
+        if more < 0:
+            points += (point - more * SCALE if point else 0 for point in row)
+            continue
+        reach = min(blocks, _reach(path, number, held, block_size) or blocks) - net
+        most = max(reach, -(-max(row) // SCALE), 1)
+        left = max(most - more, 0)
+        points += row if most > NARROWED_MAX else (-(-point * left // most) for point in row)
+    return tuple(points)
+
+
+def _reach(path: Path, number: int, held: int, block_size: int) -> int | None:
+    """Most blocks that the call has at that horizon, or at the next one where it stands for that too; None = all."""
+    following = number + 1
+    if following == len(HORIZONS):
+        return None
+    alone = number < ALONE and path[following * len(TILTS)] > 0
+    return held - (-HORIZONS[number if alone else following] // block_size)
 
 
 def flat(blocks: int) -> Path:

@@ -24,6 +24,8 @@ class Holding(NamedTuple):
     """The size of replica that the path is made for."""
     path: bytes = b""
     """As the store has it (`elastic.pack`); empty = it holds all of its demand until its end."""
+    net: int = 0
+    """Blocks of `held` that are not in the path, since the call shares them."""
 
 
 IN_FULL = Holding()
@@ -41,17 +43,20 @@ class Law:
 
 def start(demand: Demand, law: Law) -> Holding:
     """What a call of one sequence holds that has written nothing."""
-    return _holding(demand, law, demand.longest_prompt_tokens, 0)
+    return _holding(demand, law, demand.longest_prompt_tokens, 0, 0)
 
 
 class Growth:
     """Follows one call of one sequence.  It never holds more than its demand."""
 
-    __slots__ = ("_demand", "_law", "_prompt_tokens", "due")
+    __slots__ = ("_demand", "_law", "_prompt_tokens", "_shared", "due")
 
-    def __init__(self, demand: Demand, law: Law) -> None:
+    def __init__(self, demand: Demand, law: Law, shared: int = 0) -> None:
+        """`shared`: blocks that it shares as long as it runs."""
         self.due = 0
-        """Tokens written from which on `note` may have an answer; at first it may correct the prompt's tokens."""
+        """Tokens written from which on `note` may have an answer; at first it may correct the prompt's tokens, and tell
+        the path of what the call does not share."""
+        self._shared = shared
         self._demand = demand
         self._law = law
         self._prompt_tokens = demand.longest_prompt_tokens
@@ -68,10 +73,11 @@ class Growth:
         due = _due(written, self._demand.output_tokens)
         if first:
             self.due = _due(0, self._demand.output_tokens)
-            if written < self.due and self._held_at_first(prompt_tokens) == self._held_at_first(estimated):
+            known = not self._shared and self._held_at_first(prompt_tokens) == self._held_at_first(estimated)
+            if written < self.due and known:
                 return None
         self.due = due
-        return _holding(self._demand, self._law, prompt_tokens, written)
+        return _holding(self._demand, self._law, prompt_tokens, written, self._shared)
 
     def in_full(self) -> Holding:
         """Nothing is known of how far it is: it holds all of its demand from now on."""
@@ -88,15 +94,14 @@ def _due(written: int, output_tokens: int) -> int:
     return NEVER if grown >= output_tokens else max(grown - AHEAD_TOKENS, 1)
 
 
-def _holding(demand: Demand, law: Law, prompt_tokens: int, written: int) -> Holding:
-    output_tokens, most = demand.output_tokens, demand.blocks * SCALE
+def _holding(demand: Demand, law: Law, prompt_tokens: int, written: int, shared: int) -> Holding:
+    output_tokens, most = demand.output_tokens, (demand.blocks - shared) * SCALE
     held = _held(demand, law, prompt_tokens, next_growth(written, output_tokens))
-    path = path_of(
-        prompt_tokens, output_tokens, written, law.survival, demand.block_size, law.base, law.ahead
-    )
+    rest_tokens = max(prompt_tokens - shared * demand.block_size, 1)
+    path = path_of(rest_tokens, output_tokens, written, law.survival, demand.block_size, law.base, law.ahead)
     if max(path) > most:
         path = tuple([min(point, most) for point in path])
-    return Holding(held, law.base, pack(path))
+    return Holding(held, law.base, pack(path), shared)
 
 
 def _held(demand: Demand, law: Law, prompt_tokens: int, grown: int) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 from gateway.core.books import Call, FleetConfig, Key, Replica
 from gateway.core.estimate import PREFILL_TOKENS_MIN
 from gateway.core.holds import Hold
-from gateway.core.nodes import Node, NodeName
+from gateway.core.nodes import Node, NodeName, Prefix
 from gateway.core.order import (
     DIGEST_MODULUS,
     HOLD_MS,
@@ -40,6 +40,11 @@ _POINT_BYTES = 4
 _TILTS = (12, 50, 240)
 _RARE = (1e-3,) * 5 + (0.012,) * 6
 """By horizon."""
+_REACHES = (32, 128, 256, 512, 768, 1024, 2048, 3072, 4096, 8192, 12288)
+"""Tokens from now, by horizon."""
+_SINGLE = 3
+"""So many horizons, the first, may stand for themselves alone; each of the others for the next one, too."""
+_EXACT = 2**20
 _PARTS = 64
 """Of a block: what a path is counted in."""
 
@@ -219,8 +224,8 @@ def _unreadable(books: Snapshot) -> Iterator[Violation]:
 
 def _sums(books: Snapshot) -> Iterator[Violation]:
     shared: dict[str, int] = defaultdict(int)
-    for _, replica_name, _, blocks in books.nodes:
-        shared[replica_name] += blocks
+    for (_, replica_name, _, blocks), node in books.nodes.items():
+        shared[replica_name] += 0 if node.own else blocks
     for name, replica in books.replicas.items():
         held, once = books.held.get(name, []), shared[name]
         yield from _compared(
@@ -244,9 +249,19 @@ def _joined(call: Call) -> list[NodeName]:
     return [(s.id, call.replica, prefix.cache, s.blocks) for s in prefix.segments[: prefix.joined]]
 
 
+def _outside(call: Call) -> int:
+    """Blocks that are counted in nodes, and not with it."""
+    return sum(blocks for *_, blocks in _joined(call)) - call.prefix.alone
+
+
 def _rest(call: Call) -> int:
-    """Of its demand what is in no node."""
-    return call.blocks - sum(blocks for *_, blocks in _joined(call))
+    """Of its demand what is counted with it."""
+    return call.blocks - _outside(call)
+
+
+def _now(call: Call) -> int:
+    """What it holds."""
+    return max(call.asked - _outside(call), 0) if call.elastic else _rest(call)
 
 
 def _nodes(books: Snapshot) -> Iterator[Violation]:
@@ -255,14 +270,20 @@ def _nodes(books: Snapshot) -> Iterator[Violation]:
     for id_, call in books.calls.items():
         prefix = call.prefix
         if not holds(call):
-            yield from _compared(
-                Rule.NODE, f"call {id_}", joined=(0, prefix.joined), computed=(0, prefix.computed)
-            )
+            found = (prefix.joined, prefix.computed, prefix.alone)
+            yield from _compared(Rule.NODE, f"call {id_}", place=((0, 0, 0), found))
             continue
-        if prefix.joined and (call.elastic or not prefix.cache):
+        if prefix.joined and not prefix.cache:
             yield Violation(Rule.NODE, f"call {id_} joined", 0, prefix.joined)
+        own = sum(name[-1] for name in _joined(call) if books.nodes.get(name, Node()).own == id_)
+        yield from _compared(Rule.NODE, f"call {id_}", alone=(own, prefix.alone))
         for name in _joined(call):
             counts[name][0 if prefix.computed else 1] += 1
+            owner = books.nodes.get(name, Node()).own
+            if owner not in ("", id_):
+                yield Violation(
+                    Rule.NODE, f"node {':'.join(map(str, name))} own", "nobody's but its own", owner
+                )
     for name in books.nodes.keys() | counts.keys():
         node = books.nodes.get(name, Node())
         about = f"node {':'.join(map(str, name))}"
@@ -301,8 +322,29 @@ def _soft(books: Snapshot) -> Iterator[Violation]:
 
 def _points(held: Iterable[Call]) -> bytes:
     """The sum of the paths by which these are charged, point by point; packed as the paths are."""
-    paths = [_integers(call.path) for call in held if call.elastic]
+    paths = [_beside(call, _integers(call.path)) for call in held if call.elastic]
     return b"".join(sum(points).to_bytes(_POINT_BYTES, "big") for points in zip(*paths, strict=True))
+
+
+def _beside(call: Call, path: list[int]) -> list[int]:
+    """Of a call's path what is left beside that part of it which nodes count: of each point the part of the blocks that
+    it has by then at most.  Where nodes count less than the path is without, it has that, too."""
+    net, width, changed = call.prefix.net, len(_TILTS), list[int]()
+    more = _outside(call) - net
+    if more <= 0:
+        return [point + (-more * _PARTS if point else 0) for point in path]
+    for at, point in enumerate(path):
+        first = at - at % width
+        later = path[first + width : first + 2 * width]
+        number = at // width
+        stands_for = number if number < _SINGLE and later[0] else number + 1
+        blocks = call.blocks
+        if stands_for < len(_REACHES):
+            blocks = min(blocks, call.asked + math.ceil(_REACHES[stands_for] / call.prefix.block_size))
+        blocks = max(1, blocks - net, *(math.ceil(other / _PARTS) for other in path[first : first + width]))
+        part = max(blocks - more, 0) if blocks <= _EXACT else blocks
+        changed.append((point * part + blocks - 1) // blocks)
+    return changed
 
 
 def _integers(packed: bytes) -> list[int]:
@@ -318,7 +360,7 @@ def _charges(books: Snapshot) -> Iterator[Violation]:
         if not holds(call):
             yield from _compared(Rule.STATE, about, held=(0, call.held), elastic=(0, call.elastic))
             continue
-        yield from _compared(Rule.STATE, about, held=(call.asked if call.elastic else _rest(call), call.held))
+        yield from _compared(Rule.STATE, about, held=(_now(call), call.held))
         if call.elastic and not call.path:
             yield Violation(Rule.STATE, f"{about} path", "one", "none")
         elif call.elastic:
@@ -363,7 +405,7 @@ def _states(books: Snapshot) -> Iterator[Violation]:
             yield Violation(Rule.STATE, f"call {id_} state", states, call.state)
         elif call.replica not in books.replicas:
             yield Violation(Rule.STATE, f"call {id_} replica", "one that exists", call.replica)
-        uncached = _uncached(call, call.blocks - _rest(call))
+        uncached = _uncached(call, sum(blocks for *_, blocks in _joined(call)))
         if call.prefilling and (call.prefilling != uncached or call.prefix.computed):
             yield Violation(Rule.STATE, f"call {id_} prefilling", f"0 or {uncached}", call.prefilling)
 
@@ -670,26 +712,31 @@ def _by_path(books: Snapshot, call: Call, replica: Replica) -> bool:
     return call.path != b"" and not call.promised and replica.mode != "guaranteed" and bases <= {call.base}
 
 
+def _placed(books: Snapshot, call: Call, replica: Replica) -> Call:
+    """A call that waits, as it would be there."""
+    names = [(s.id, replica.name, replica.cache, s.blocks) for s in call.prefix.segments if replica.cache]
+    nodes = [books.nodes.get(name, Node()) for name in names]
+    run = list(itertools.takewhile(lambda node: node.holders > 0 and not node.own, nodes))
+    told = call.prefix
+    prefix = Prefix(told.block_size, told.segments, replica.cache, len(run), net=told.net)
+    return replace(call, elastic=int(_by_path(books, call, replica)), prefix=prefix)
+
+
 def _shared(books: Snapshot, call: Call, replica: Replica) -> int:
-    """Blocks with which it begins, and that calls there have computed in the cache of now."""
-    if _by_path(books, call, replica) or not replica.cache:
-        return 0
-    names = [(s.id, replica.name, replica.cache, s.blocks) for s in call.prefix.segments]
-    computed = itertools.takewhile(lambda name: books.nodes.get(name, Node()).holders > 0, names)
-    return sum(blocks for *_, blocks in computed)
+    """Blocks with which it begins, and that calls there have computed in the cache of now, each for all."""
+    return _outside(_placed(books, call, replica))
 
 
 def _has_blocks(books: Snapshot, call: Call, replica: Replica) -> bool:
     """Beside the calls there: for what it holds at first, and for what all of them may hold later."""
     others = books.held.get(replica.name, [])
-    by_path, shared = _by_path(books, call, replica), _shared(books, call, replica)
-    limit = replica.limit - _held_back(books, call, replica)
-    nodes = sum(blocks for _, name, _, blocks in books.nodes if name == replica.name)
-    if sum(c.held for c in others) + nodes + (call.asked if by_path else call.blocks - shared) > limit:
+    newcomer, limit = _placed(books, call, replica), replica.limit - _held_back(books, call, replica)
+    counted = (name for name, node in books.nodes.items() if name[1] == replica.name and not node.own)
+    nodes = sum(blocks for *_, blocks in counted)
+    if sum(c.held for c in others) + nodes + _now(newcomer) > limit:
         return False
-    whole = sum(map(_rest, others)) + nodes + call.blocks - shared
-    newcomer = replace(call, elastic=int(by_path))
-    return whole <= limit or _is_foreseen([*others, newcomer], limit - nodes + shared)
+    whole = sum(map(_rest, [*others, newcomer])) + nodes
+    return whole <= limit or _is_foreseen([*others, newcomer], limit - nodes)
 
 
 def _held_back(books: Snapshot, call: Call, replica: Replica) -> int:
@@ -782,7 +829,7 @@ def _admitted_above_the_limit(before: Snapshot, after: Snapshot) -> Iterator[Vio
         admitted = {node for c in held if c not in new or _admitted(c) for node in _joined(c)}
         declared = {node for c in new if not _admitted(c) for node in _joined(c)}
         forced = sum(c.held for c in new if not _admitted(c)) + sum(
-            blocks for *_, blocks in declared - admitted
+            name[-1] for name in declared - admitted if not after.nodes[name].own
         )
         rest = replica.used - forced - sum(_growth(before, c) for c in held)
         alone = len(held) - sum(not _admitted(c) for c in new) <= 1
@@ -803,7 +850,9 @@ def _admitted_unforeseen(before: Snapshot, after: Snapshot) -> Iterator[Violatio
         was, held = before.replicas.get(name), after.held.get(name, [])
         new = _newcomers(before, held)
         old = [call for call in held if all(call is not other for other in new)]
-        changed = any(not _admitted(c) for c in new) or any(_is_changed(before, c) for c in old)
+        # Who has had its first token, too, may have joined what was another newcomer's own.
+        changed = any(not _admitted(c) or c.prefix.computed for c in new)
+        changed = changed or any(_is_changed(before, c) for c in old)
         if was is None or was.limit != replica.limit or changed or len(held) <= 1 or not new:
             continue
         if replica.full > replica.limit and not _is_foreseen(held, replica.limit - replica.shared):
@@ -812,8 +861,10 @@ def _admitted_unforeseen(before: Snapshot, after: Snapshot) -> Iterator[Violatio
 
 def _is_changed(before: Snapshot, call: Call) -> bool:
     was = before.calls[call.id]
-    figures = (was.held, was.elastic, was.base, was.path, was.prefix.joined)
-    return figures != (call.held, call.elastic, call.base, call.path, call.prefix.joined)
+    return any(
+        getattr(was, figure) != getattr(call, figure)
+        for figure in ("held", "elastic", "base", "path", "prefix")
+    )
 
 
 def _admitted_to_old_nodes(before: Snapshot, after: Snapshot) -> Iterator[Violation]:

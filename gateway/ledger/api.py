@@ -123,9 +123,9 @@ class Reservation(Protocol):
         """
         ...
 
-    def grow(self, held: int, base: int, path: bytes) -> None:
+    def grow(self, held: int, base: int, path: bytes, net: int = 0) -> None:
         """It holds so many blocks from now on, or fewer, and may hold what its path says later; empty: it is charged in
-        full.
+        full.  `held` is with what it shares, the path without `net` blocks of that.
 
         Never refused: where the replica has less than that left, the store writes it down all the same, admits nothing
         there until enough is given back, and an `Overdraft` is observed.  One that was not sent yet is replaced.

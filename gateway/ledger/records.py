@@ -34,8 +34,9 @@ FIELDS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-NODE_WIDTH = 5
-"""Values of each node in a record of nodes: replica, number of its cache, blocks, holders, newcomers."""
+NODE_WIDTH = 6
+"""Values of each node in a record of nodes: replica, number of its cache, blocks, holders, newcomers, and the id of the
+call whose own it is."""
 _BYTES = {"replica": "sums", "call": "path"}
 """The field of a record that is no text: Lua has one kind of string for both."""
 _STR_8, _STR_0 = b"\xd9", b"\xa0"

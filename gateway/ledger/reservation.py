@@ -37,8 +37,8 @@ class Ask:
     __slots__ = (
         "_answer", "_asked_at", "_cache", "_claiming", "_computed", "_grown", "_is_expected", "_joined", "_leaves",
         "_ledger", "_left", "_lost", "_name", "_position", "_predicted_ms", "_timer", "_unheard", "_used", "_warm",
-        "abandoned", "admission", "base", "by_force", "exclude", "held", "id", "path", "phase", "prefill", "queued",
-        "replica", "run", "started_at",
+        "abandoned", "admission", "base", "by_force", "exclude", "held", "id", "net", "path", "phase", "prefill",
+        "queued", "replica", "run", "started_at",
     )  # fmt: skip
 
     def __init__(self, ledger: "ValkeyLedger", id_: str, admission: Admission, lost: Lost) -> None:
@@ -67,6 +67,8 @@ class Ask:
         """What it holds of a prefill budget until its first token."""
         self.held, self.base, self.path = admission.held, admission.base, admission.path
         """What it said last of what it holds and may hold."""
+        self.net = 0
+        """Blocks of that which are not in the path."""
         self._joined = self._cache = 0
         """How many of its segments it shares, as the store has told, and the number of the cache that has them."""
         self._computed = False
@@ -137,10 +139,11 @@ class Ask:
             self._ledger.channel.free(["F", self.id], partial(self._on_first_token, self.id))
         self._ledger.wake()
 
-    def grow(self, held: int, base: int, path: bytes) -> None:
-        if self.phase is not Phase.RESERVED or (held, base, path) == (self.held, self.base, self.path):
+    def grow(self, held: int, base: int, path: bytes, net: int = 0) -> None:
+        said = (self.held, self.base, self.path, self.net)
+        if self.phase is not Phase.RESERVED or (held, base, path, net) == said:
             return
-        self.held, self.base, self.path = held, base, path
+        self.held, self.base, self.path, self.net = held, base, path, net
         self._grown = True
         self._tell_growth()
         self._ledger.wake_for_growth()
@@ -149,7 +152,7 @@ class Ask:
         if self._ledger.channel.declares(self.id):  # a Z would overtake it, and that says something older
             self.redeclare(self.by_force)
         else:
-            growth = ["Z", self.id, self.held, self.base, path_argument(self.path)]
+            growth = ["Z", self.id, self.held, self.base, path_argument(self.path), self.net]
             self._ledger.channel.grow(growth, partial(self._on_grow, self.id))
 
     def settle(
@@ -201,7 +204,7 @@ class Ask:
             list(self.exclude), quota.arguments(a.charges) if a.charges else [], self._fingerprint(), a.once,
             0 if self.queued else a.standing, self.held, self.base,
             path_argument(self.path) if self.path else "", int(a.promised),
-            [a.block_size, a.segments] if a.segments else "", *([a.past] if a.past else []),
+            self._beginning() if a.segments else "", *([a.past] if a.past else []),
         ]  # fmt: skip
         self._ledger.channel.admit(arguments, partial(self._on_admit, self.id))
 
@@ -220,12 +223,17 @@ class Ask:
         ]  # fmt: skip
         self._ledger.channel.move(arguments, partial(self._on_redeclare, self.id))
 
+    def _beginning(self) -> list[Any]:
+        """How its prompt begins, of a call that has grown also what its path is net of."""
+        a = self.admission
+        return [a.block_size, a.segments, 0, 0, 0, self.net] if self.net else [a.block_size, a.segments]
+
     def _prefix(self) -> list[Any]:
         """How its prompt begins, and what of it the store said that it shares."""
         a = self.admission
         if not a.segments:
             return []
-        return [a.block_size, a.segments, self._cache, self._joined, int(self._computed)]
+        return [a.block_size, a.segments, self._cache, self._joined, int(self._computed), self.net]
 
     def rebuild(self, force: bool) -> None:
         """The store knows nothing of this owner any more: say again what is wanted or held."""

@@ -240,11 +240,14 @@ class _Reader:
         for id_, row in self.table("prefixes", "node", _Row).items():
             each = zip(*(iter(row.nodes),) * NODE_WIDTH, strict=True)
             try:
-                parts = msgspec.convert(list(each), list[tuple[str, int, int, int, int]])
+                parts = msgspec.convert(list(each), list[tuple[str, int, int, int, int, str]])
             except (ValueError, msgspec.MsgspecError):
                 self.unreadable.append(f"prefixes {id_}")
                 continue
-            found |= {(id_, name, cache, blocks): Node(*counts) for name, cache, blocks, *counts in parts}
+            found |= {
+                (id_, name, cache, blocks): Node(holders, newcomers, own)
+                for name, cache, blocks, holders, newcomers, own in parts
+            }
         return found
 
     def table(self, key: str, kind: str, type_: type[T], prefix: str = "", parts: int = 1) -> dict[str, T]:

@@ -5,7 +5,7 @@
 -- R id replica key class lane blocks sequences prefill cost weight blocks_max requests_max pool_share force fingerprint
 -- once held base path promised prefix: a running call says where it runs and what it holds, after its owner lost its lease
 -- or the store its data.  prefill: what it still holds.  prefix: as in A, then number of the cache, how many segments are
--- in nodes there, and 1 where it is past its first token.  Where another call was admitted under its `once` meanwhile,
+-- in nodes there, 1 where it is past its first token, and how many of its blocks are not in its path.  Where another call was admitted under its `once` meanwhile,
 -- that one keeps it.
 -- same | declared | no_room | refused id | error text
 
@@ -40,7 +40,7 @@ function redeclare.run(owner, id, name, key, class, lane, blocks, sequences, pre
   if known and known.state ~= 'queued' then
     if known.replica ~= name then return {'error', 'declared on another replica'} end
     reserve.claim(id, known)
-    reserve.recount(id, known, held, base, path)
+    reserve.recount(id, known, held, base, path, prefixes.net_told(prefix))
     local computed = prefixes.is_computed(prefix)
     if (prefill == 0 or computed) and known.prefilling > 0 then reserve.end_prefill(id, known) end
     if computed then reserve.compute(id, known) end

@@ -67,7 +67,7 @@ local function segment(pair, i)
 end
 
 -- Block size, segments of less than so many blocks, and of a call that is declared again number of the cache, how many
--- are in nodes, and 1 where it is past its first token; or nothing.
+-- are in nodes, and 1 where it is past its first token; also how many of its blocks are not in its path; or nothing.
 function check.prefix(op, i, blocks)
   local prefix, sum = op[i], 0
   if prefix == '' then return end
@@ -76,13 +76,18 @@ function check.prefix(op, i, blocks)
   local segments = prefix[2]
   check.integers(prefix, 1, 1, 1)
   if type(segments) ~= 'table' or #segments == 0 or #segments > SEGMENTS_MAX then refuse(i, 'a list of segments') end
+  local seen = {}
   for _, pair in ipairs(segments) do
     segment(pair, i)
+    if seen[pair[1]] then refuse(i, 'a list of different segments') end
+    seen[pair[1]] = true
     sum = sum + pair[2]
   end
   if sum >= blocks then refuse(i, 'a part of the demand') end
   if #prefix == 2 then return end
   check.integers(prefix, 3, 5, 0)
+  if prefix[6] then check.integers(prefix, 6, 6, 0) end
+  if (prefix[6] or 0) > sum then refuse(i, 'a part of its segments') end
   if prefix[4] > #segments or prefix[5] > 1 or (prefix[4] > 0 and prefix[3] == 0) then refuse(i, 'a part of its segments') end
 end
 

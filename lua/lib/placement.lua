@@ -100,8 +100,8 @@ local function emptiest(id, call, pool)
     local free = limit - used
     local needed = may_vary and elastic.blocks(call, replica) or blocks
     if gains then
-      shared = may_vary and prefixes.gain(call, replica) or gains.blocks[replica.name] or 0
-      needed = needed - shared
+      shared = gains.blocks[replica.name] or 0
+      needed = math.max(needed - shared, 0)
     end
     local room = used == 0 and math.huge or free
     if room > most then most = room end -- for warm ones, too

@@ -2,13 +2,14 @@
 --- @include "lib/elastic"
 --- @include "lib/holds"
 -- Prefixes that calls on a replica hold together (gateway/core/nodes.py).  A node is a segment there in one cache of the
--- engine: its blocks are in the replica's sums once, as long as anybody is in it.
+-- engine: its blocks are in the replica's sums once, as long as anybody is in it.  One that a call made which is charged
+-- by its path is the call's own, in its charge, until another joins it.
 -- A call's prefix, and of its segments: '' where it asks for none, which costs less than a table.  Of a call that only
 -- asks SIZE alone.
-local SIZE, SEGMENTS, CACHE, JOINED, COMPUTED = 1, 2, 3, 4, 5
+local SIZE, SEGMENTS, CACHE, JOINED, COMPUTED, NET, OWN_BLOCKS = 1, 2, 3, 4, 5, 6, 7
 local ID, BLOCKS = 1, 2
 -- A row of nodes has WIDTH values of each: replica, cache, blocks, and at these places behind the first
-local WIDTH, HOLDERS, NEWCOMERS = 5, 3, 4
+local WIDTH, HOLDERS, NEWCOMERS, OWN = 6, 3, 4, 5
 local PREFILL_TOKENS_MIN = 512
 
 -- Of the first segments.
@@ -21,7 +22,7 @@ end
 -- Of an argument, which may say the first of these alone.
 function prefixes.of(told)
   if #told == 0 then return '' end
-  return {told[SIZE], told[SEGMENTS], told[CACHE] or 0, told[JOINED] or 0, told[COMPUTED] or 0}
+  return {told[SIZE], told[SEGMENTS], told[CACHE] or 0, told[JOINED] or 0, told[COMPUTED] or 0, told[NET] or 0, 0}
 end
 
 -- Whether a prefix is of a call that is past its first token.
@@ -39,17 +40,36 @@ function prefixes.joined(call)
   return call.prefix[JOINED] or 0
 end
 
--- Its blocks that are in nodes.
+-- Tokens of a block.
+function prefixes.block_size(call)
+  return call.prefix[SIZE]
+end
+
+-- Blocks of the call that are not in its path.
+function prefixes.net(call)
+  return call.prefix[NET] or 0
+end
+
+function prefixes.set_net(call, net)
+  local prefix = call.prefix
+  if #prefix > SIZE then prefix[NET] = math.min(net, blocks_of(prefix, #prefix[SEGMENTS])) end
+end
+
+-- That of an argument.
+function prefixes.net_told(prefix)
+  return prefix[NET] or 0
+end
+
+-- Blocks that are counted in nodes, and not with the call.
 function prefixes.shared(call)
   local prefix = call.prefix
-  return #prefix > SIZE and blocks_of(prefix, prefix[JOINED]) or 0
+  if #prefix <= SIZE then return 0 end
+  return blocks_of(prefix, prefix[JOINED]) - prefix[OWN_BLOCKS]
 end
 
 -- Blocks that the call does not share.
 function prefixes.own(call)
-  local prefix = call.prefix
-  if #prefix <= SIZE then return call.blocks end
-  return call.blocks - blocks_of(prefix, prefix[JOINED])
+  return call.blocks - prefixes.shared(call)
 end
 
 -- What counts of its demand on the prefill budget where so many blocks are computed already.
@@ -94,7 +114,7 @@ local function runs_of(segments)
     for at = 1, #nodes, WIDTH do
       local name = nodes[at]
       local replica = books.replicas[name]
-      if nodes[at + HOLDERS] > 0 and nodes[at + 2] == blocks and (gains.runs[name] or 0) == i - 1
+      if nodes[at + HOLDERS] > 0 and nodes[at + OWN] == '' and nodes[at + 2] == blocks and (gains.runs[name] or 0) == i - 1
         and replica and replica.cache > 0 and replica.cache == nodes[at + 1] then
         local shared = (gains.blocks[name] or 0) + blocks
         gains.blocks[name], gains.runs[name], grew = shared, i, true
@@ -144,8 +164,7 @@ end
 -- Blocks that the call would share there.
 function prefixes.gain(call, replica)
   local gains = prefixes.gains(call)
-  if not gains or elastic.is_by_path(call, replica) then return 0 end
-  return gains.blocks[replica.name] or 0
+  return gains and gains.blocks[replica.name] or 0
 end
 
 -- It is admitted there on the strength of what others have computed.
@@ -153,50 +172,71 @@ function prefixes.share(call, replica)
   local prefix = call.prefix
   if #prefix <= SIZE then return end
   local gains = prefixes.gains(call)
-  local run = gains and not elastic.is_by_path(call, replica) and gains.runs[replica.name] or 0
+  local run = gains and gains.runs[replica.name] or 0
   prefix[CACHE], prefix[JOINED], prefix[COMPUTED] = replica.cache, run, 0
 end
 
--- Nodes came, or went (negative): they are the whole demand of nobody in particular.
+-- Nodes count by themselves, or are gone (negative): they are the whole demand of nobody in particular.
 local function count(replica, blocks)
   replica.shared, replica.used = replica.shared + blocks, replica.used + blocks
   replica.full, replica.assured = replica.full + blocks, replica.assured + blocks
 end
 
-local function join(prefix, segment, replica)
-  local nodes = nodes_of(segment)
+-- What was another call's own counts by itself from now on, and leaves that one's charge.
+local function free(nodes, at, replica)
+  local id, blocks = nodes[at + OWN], nodes[at + 2]
+  local other = rows.fetch(records.calls, id)
+  nodes[at + OWN] = ''
+  count(replica, blocks)
+  elastic.uncount(other, replica)
+  other.prefix[OWN_BLOCKS] = other.prefix[OWN_BLOCKS] - blocks
+  elastic.count(other, replica)
+  rows.store(records.calls, id, other)
+  books.turns = books.turns + 1
+end
+
+-- own: the call's id, where a node that is not there becomes its own; else ''.  Blocks of that.
+local function join(prefix, segment, replica, own)
+  local nodes, alone = nodes_of(segment), 0
   local at = find(nodes, replica.name, prefix[CACHE], segment[BLOCKS])
   if not at then
     at = #nodes + 1
     nodes[at], nodes[at + 1], nodes[at + 2] = replica.name, prefix[CACHE], segment[BLOCKS]
-    nodes[at + HOLDERS], nodes[at + NEWCOMERS] = 0, 0
-    count(replica, segment[BLOCKS])
+    nodes[at + HOLDERS], nodes[at + NEWCOMERS], nodes[at + OWN] = 0, 0, own
+    if own == '' then count(replica, segment[BLOCKS]) else alone = segment[BLOCKS] end
     books.turns = books.turns + 1
+  elseif nodes[at + OWN] ~= '' then
+    free(nodes, at, replica)
   end
   local place = at + (prefix[COMPUTED] == 1 and HOLDERS or NEWCOMERS)
   nodes[place] = nodes[place] + 1
   if nodes[at + HOLDERS] == 1 then books.turns = books.turns + 1 end -- perhaps the first
   rows.store(records.nodes, segment[ID], {nodes = nodes})
+  return alone
 end
 
--- The call is in the nodes of its joined segments from the first on.
-local function join_from(first, call, replica)
+-- The call joins the nodes of these segments; blocks of those that are its own.
+local function join_all(first, last, id, call, replica)
+  local own, alone = elastic.is_by_path(call, replica) and id or '', 0
+  for i = first, last do alone = alone + join(call.prefix, call.prefix[SEGMENTS][i], replica, own) end
+  return alone
+end
+
+function prefixes.enter(id, call, replica)
   local prefix = call.prefix
-  for i = first, prefix[JOINED] do join(prefix, prefix[SEGMENTS][i], replica) end
+  if prefix[JOINED] == 0 then return end
+  fetch(prefix[SEGMENTS])
+  prefix[OWN_BLOCKS] = join_all(1, prefix[JOINED], id, call, replica)
 end
 
-function prefixes.enter(call, replica)
-  if call.prefix[JOINED] == 0 then return end
-  fetch(call.prefix[SEGMENTS])
-  join_from(1, call, replica)
-end
-
--- Blocks of its nodes that are there without it.
+-- Blocks of its nodes that count there without it.
 function prefixes.known(call, replica)
   local prefix, blocks = call.prefix, 0
   for i = 1, prefixes.joined(call) do
     local segment = prefix[SEGMENTS][i]
-    if find(nodes_of(segment), replica.name, prefix[CACHE], segment[BLOCKS]) then blocks = blocks + segment[BLOCKS] end
+    local nodes = nodes_of(segment)
+    local at = find(nodes, replica.name, prefix[CACHE], segment[BLOCKS])
+    if at and nodes[at + OWN] == '' then blocks = blocks + segment[BLOCKS] end
   end
   return blocks
 end
@@ -209,8 +249,8 @@ local function leave(prefix, segment, replica)
   nodes[place] = nodes[place] - 1
   if nodes[at + HOLDERS] == 0 then books.turns = books.turns + 1 end -- perhaps the last
   if nodes[at + HOLDERS] + nodes[at + NEWCOMERS] == 0 then
+    if nodes[at + OWN] == '' then count(replica, -segment[BLOCKS]) end
     for _ = 1, WIDTH do table.remove(nodes, at) end
-    count(replica, -segment[BLOCKS])
   end
   if #nodes == 0 then
     rows.erase(records.nodes, segment[ID])
@@ -227,7 +267,7 @@ function prefixes.leave(call, replica)
     fetch(prefix[SEGMENTS])
     for i = 1, prefix[JOINED] do leave(prefix, prefix[SEGMENTS][i], replica) end
   end
-  prefix[CACHE], prefix[JOINED], prefix[COMPUTED] = 0, 0, 0
+  prefix[CACHE], prefix[JOINED], prefix[COMPUTED], prefix[OWN_BLOCKS] = 0, 0, 0, 0
 end
 
 -- A newcomer becomes a holder.
@@ -239,17 +279,16 @@ local function settle_in(prefix, segment, replica)
 end
 
 -- Its prompt is in the cache now: what it begins with is shared, and its own charge is only the rest.
-function prefixes.compute(call, replica)
+function prefixes.compute(id, call, replica)
   local prefix = call.prefix
   if #prefix <= SIZE or prefix[COMPUTED] == 1 then return end
   fetch(prefix[SEGMENTS])
   for i = 1, prefix[JOINED] do settle_in(prefix, prefix[SEGMENTS][i], replica) end
   prefix[COMPUTED] = 1
-  if call.elastic == 0 and prefix[CACHE] > 0 and prefix[CACHE] == replica.cache then
+  if prefix[CACHE] > 0 and prefix[CACHE] == replica.cache then
+    local alone = join_all(prefix[JOINED] + 1, #prefix[SEGMENTS], id, call, replica)
     elastic.uncount(call, replica)
-    local first = prefix[JOINED] + 1
-    prefix[JOINED] = #prefix[SEGMENTS]
-    join_from(first, call, replica)
+    prefix[JOINED], prefix[OWN_BLOCKS] = #prefix[SEGMENTS], prefix[OWN_BLOCKS] + alone
     elastic.count(call, replica)
   end
   books.store_replica(replica)

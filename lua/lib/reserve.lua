@@ -104,7 +104,7 @@ end
 function reserve.take(id, call, replica, state)
   call.prefilling, call.replica, call.pool, call.state = call.prefill, replica.name, replica.pool, state
   if prefixes.any(call) then
-    prefixes.enter(call, replica)
+    prefixes.enter(id, call, replica)
     call.prefilling = prefixes.prefilling(call)
   end
   elastic.count(call, replica)
@@ -145,16 +145,17 @@ end
 
 -- And others may share what it begins with, where it says so.
 function reserve.compute(id, call)
-  prefixes.compute(call, books.replicas[call.replica])
+  prefixes.compute(id, call, books.replicas[call.replica])
   rows.store(records.calls, id, call)
 end
 
--- A running call holds another number of blocks from now on: how many the replica has above its limit then, where it
--- has grown.
-function reserve.recount(id, call, held, base, path)
+-- A running call holds another number of blocks from now on, and has a path without `net` of them: how many the replica
+-- has above its limit then, where it has grown.
+function reserve.recount(id, call, held, base, path, net)
   if path == '' and call.path == '' then return 0 end -- it is charged in full, as before
   local replica, held_before, elastic_before = books.replicas[call.replica], call.held, call.elastic
   elastic.uncount(call, replica)
+  prefixes.set_net(call, net)
   elastic.want(call, held, base, path)
   elastic.count(call, replica)
   rows.store(records.calls, id, call)

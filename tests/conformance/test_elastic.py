@@ -149,7 +149,7 @@ def test_paths_for_another_size_are_charged_in_full_until_the_others_have_left(s
     first = fleet.run(30, *later(SCALE))
     second = fleet.run(30, *later(SCALE, base=OTHER_BASE))
     assert (fleet.call(second).held, fleet.replica().base) == (30, BASE)
-    grow = ["Z", second, 2, OTHER_BASE, pack(flat(3))]
+    grow = ["Z", second, 2, OTHER_BASE, pack(flat(3)), 0]
     assert fleet.step(grow) == [["ok"]]
     assert (fleet.call(second).held, fleet.call(second).asked) == (30, 2), "its growth changes nothing yet"
     fleet.step(["S", first, -1, -1, [], ""])
@@ -163,9 +163,9 @@ def test_sums_that_are_larger_than_the_record(store_client: Client) -> None:
     fleet = Fleet(store_client, ELASTIC)
     fleet.run(10, *later(SUM_MAX))
     second = fleet.run(10, *later(0))
-    fleet.step(["Z", second, 1, BASE, pack((0,) * 32 + (1,))])
+    fleet.step(["Z", second, 1, BASE, pack((0,) * 32 + (1,)), 0])
     assert (fleet.call(second).elastic, fleet.call(second).held) == (0, 10)
-    fleet.step(["Z", second, 1, BASE, pack((0,) * 33)])
+    fleet.step(["Z", second, 1, BASE, pack((0,) * 33), 0])
     assert (fleet.call(second).elastic, fleet.call(second).held) == (1, 1)
 
 
@@ -177,9 +177,9 @@ def test_growth_stops_for_nobody(store_client: Client) -> None:
     small = fleet.wait(5, *later(SCALE), key="small")
     assert fleet.call(small).state == "unclaimed"
     assert fleet.replica().held_for == waiting
-    assert fleet.step(["Z", running, 99, BASE, pack(flat(99))]) == [["ok"]]
-    assert fleet.step(["Z", running, 107, BASE, pack(flat(99))]) == [["over", 8]]
-    assert fleet.step(["Z", running, 103, BASE, pack(flat(99))]) == [["ok"]], "who shrinks makes none"
+    assert fleet.step(["Z", running, 99, BASE, pack(flat(99)), 0]) == [["ok"]]
+    assert fleet.step(["Z", running, 107, BASE, pack(flat(99)), 0]) == [["over", 8]]
+    assert fleet.step(["Z", running, 103, BASE, pack(flat(99)), 0]) == [["ok"]], "who shrinks makes none"
     assert fleet.replica().used == 104
 
 
@@ -187,7 +187,7 @@ def test_a_path_that_has_become_lower_lets_a_waiter_in(store_client: Client) -> 
     fleet = Fleet(store_client, ELASTIC)
     running = fleet.run(90, *later(90 * SCALE))
     waiting = fleet.wait(50, *later(20 * SCALE))
-    fleet.step(["Z", running, 2, BASE, pack(flat(70))])
+    fleet.step(["Z", running, 2, BASE, pack(flat(70)), 0])
     assert fleet.call(waiting).state == "unclaimed"
 
 
@@ -198,7 +198,7 @@ def test_a_replica_that_becomes_guaranteed_charges_who_grows_in_full(store_clien
     assert fleet.call(running).held == 1
     newcomer = fleet.run(30, *later(SCALE))
     assert (fleet.call(newcomer).elastic, fleet.call(newcomer).held) == (0, 30)
-    fleet.step(["Z", running, 2, BASE, pack(flat(3))])
+    fleet.step(["Z", running, 2, BASE, pack(flat(3)), 0])
     assert (fleet.replica().used, fleet.replica().elastic) == (90, 0)
 
 

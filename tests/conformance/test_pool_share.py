@@ -125,7 +125,7 @@ def test_a_call_that_moves_gives_its_part_back_and_one_that_grows_takes_none(
     fleet = Fleet(store_client)
     """Its part is counted in whole demands."""
     full = fleet.run(10, "r2", lane="b")
-    fleet.step(["Z", full, 3, 16, bytes(132)])
+    fleet.step(["Z", full, 3, 16, bytes(132), 0])
     assert fleet.pools() == ("q", 10)
     moved = fleet.run(20, "r0")
     fleet.step(["M", moved, ["r0"]])

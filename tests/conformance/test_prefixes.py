@@ -6,7 +6,20 @@ from typing import Any
 import pytest
 
 from gateway.core.books import FleetConfig, ReplicaConfig
-from gateway.core.elastic import ELASTIC, GUARANTEED, SHARED, flat, pack
+from gateway.core.elastic import (
+    ELASTIC,
+    GUARANTEED,
+    HORIZONS,
+    POINTS,
+    SCALE,
+    SHARED,
+    TILTS,
+    Path,
+    flat,
+    margins,
+    pack,
+    unpack,
+)
 from gateway.core.estimate import PREFILL_TOKENS_MIN
 from gateway.core.nodes import Node
 from tests.conformance.twin import IN_FULL, Op, Twin
@@ -424,27 +437,213 @@ def test_caps_and_the_order_count_whole_demands(store_client: Client) -> None:
     assert fleet.used() == 60
 
 
-@pytest.mark.parametrize("mode", [ELASTIC, SHARED])
-def test_a_call_that_is_charged_by_its_path_shares_nothing(store_client: Client, mode: str) -> None:
-    fleet = Fleet(store_client, mode)
+BASE = 128
+
+
+def by_path(op: Op, held: int, points: Path) -> Op:
+    """An admit, a question or a declaration of a call that holds so much at first, with what it shares."""
+    op[-5:-1] = [held, BASE, pack(points), 0]
+    return op
+
+
+def grow(id_: str, held: int, points: Path, net: int = 0) -> Op:
+    return ["Z", id_, held, BASE, pack(points), net]
+
+
+def test_who_is_charged_by_its_path_is_charged_for_the_rest(store_client: Client) -> None:
+    """Of what others hold, now and at every horizon."""
+    fleet = Fleet(store_client, SHARED)
     fleet.run(50, A)
-    op = fleet.admit(50, A)
-    op[-5:-1] = [45, 128, pack(flat(45)), 0]
-    assert fleet.step(op) == [["grant", ["r0", 0, CACHE]]]
-    assert fleet.step(["F", op[1]]) == [["ok", 0]]
-    assert fleet.used() == 95
+    op = by_path(fleet.admit(50, A), 45, flat(50))
+    assert fleet.step(op) == [["grant", ["r0", 1, CACHE]]]
+    replica = fleet.twin.books.replicas["r0"]
+    assert (replica.used, replica.full, replica.assured) == (55, 60, 50)
+    assert unpack(replica.sums) == flat(10)
+    assert fleet.step(["F", op[1]]) == [["ok", 1]]
+    assert fleet.nodes() == {("a", CACHE): (2, 0)}
+
+
+def test_who_shares_grows_by_whole_figures(store_client: Client) -> None:
+    """Before its first token is known or after, twice or once: the same."""
+    ends = []
+    for batches in ([["F"], ["Z"]], [["Z"], ["F"]], [["Z", "F", "Z"]], [["F"], ["Z"], ["F", "Z"]]):
+        fleet = Fleet(store_client, ELASTIC)
+        fleet.run(50, A)
+        op = by_path(fleet.admit(90, A, B), 61, flat(70))
+        fleet.step(op)
+        said = {"F": ["F", op[1]], "Z": grow(op[1], 63, flat(90))}
+        for batch in batches:
+            fleet.step(*(said[letter] for letter in batch))
+        ends.append(fleet.twin.books.replicas["r0"])
+        assert fleet.used() == 50 + 23
+        assert unpack(ends[-1].sums) == flat(50), "what nobody else has is its own, and in its path"
+    assert all(end == ends[0] for end in ends)
+
+
+def test_a_growth_says_how_much_its_path_is_without(store_client: Client) -> None:
+    """And counts as it says, whenever it comes, as often as it comes; what it holds is told whole."""
+    ends = []
+    for batches in (["F"], ["Z"]), (["Z"], ["F"]), (["Z", "F", "Z"],), (["F", "Z"], ["Z"]):
+        fleet = Fleet(store_client, ELASTIC)
+        fleet.run(50, A)
+        op = by_path(fleet.admit(90, A), 61, flat(90))
+        fleet.step(op)
+        points = tuple(range(1, POINTS + 1))
+        said = {"F": ["F", op[1]], "Z": grow(op[1], 63, points, net=40)}
+        for batch in batches:
+            fleet.step(*(said[letter] for letter in batch))
+        replica = fleet.twin.books.replicas["r0"]
+        assert (replica.used, unpack(replica.sums)) == (50 + 23, points)
+        ends.append(replica)
+    assert all(end == ends[0] for end in ends)
+
+
+def test_a_path_without_what_is_its_own_again_counts_that_too(store_client: Client) -> None:
+    """After a lost store it is the first to be declared; what it shares then is counted with it."""
+    fleet = Fleet(store_client, ELASTIC)
+    op = by_path(fleet.admit(50, A), 45, (SCALE, *(0,) * (POINTS - 1)))
+    declared = declaration(op, "r0", 1, 1)
+    declared[-1] = [*declared[-1], 40]
+    fleet.step(by_path(declared, 45, unpack(op[-3])))
+    replica = fleet.twin.books.replicas["r0"]
+    assert (replica.used, unpack(replica.sums)) == (45, (41 * SCALE, *(0,) * (POINTS - 1)))
+    fleet.run(45, A)
+    assert (replica.used, unpack(replica.sums)) == (40 + 5 + 5, unpack(op[-3]))
+
+
+def test_a_growth_that_says_more_than_there_is_is_taken_for_all(store_client: Client) -> None:
+    fleet = Fleet(store_client, ELASTIC)
+    op = by_path(fleet.admit(50, A), 45, flat(50))
+    fleet.step(op)
+    assert fleet.step(grow(op[1], 45, flat(10), net=49)) == [["ok"]]
+    assert unpack(fleet.twin.books.replicas["r0"].sums) == flat(50)
+
+
+def test_what_one_call_made_is_its_own_until_another_has_it(store_client: Client) -> None:
+    """Where it is charged by its path: it counts no longer than the call.  Then it counts once, whoever leaves."""
+    fleet = Fleet(store_client, ELASTIC)
+    ids = []
+    for used in (45, 90):
+        op = by_path(fleet.admit(50, A), 45, flat(50))
+        assert fleet.step(op) == [["grant", ["r0", 0, CACHE]]]
+        ids.append(op[1])
+        assert fleet.used() == used
+        replica = fleet.twin.books.replicas["r0"]
+    assert fleet.step(["F", ids[0]]) == [["ok", 1]]
+    assert (fleet.used(), replica.shared, replica.assured) == (90, 0, 0)
+    assert unpack(replica.sums) == flat(100)
+    assert fleet.step(["F", ids[1]]) == [["ok", 1]]
+    assert (fleet.used(), replica.shared, replica.assured, replica.full) == (50, 40, 40, 60)
+    assert unpack(replica.sums) == flat(20)
+    third = fleet.admit(50, A)
+    assert fleet.step(third) == [["grant", ["r0", 1, CACHE]]]
+    fleet.settle(ids[0], third[1])
+    assert (fleet.used(), replica.shared) == (45, 40)
+    fleet.settle(ids[1])
+    assert (fleet.used(), replica.shared, replica.full, fleet.nodes()) == (0, 0, 0, {})
+
+
+def test_what_is_one_call_s_own_ends_with_it(store_client: Client) -> None:
+    fleet = Fleet(store_client, ELASTIC)
+    op = by_path(fleet.admit(50, A), 45, flat(50))
+    fleet.step(op, ["F", op[1]])
     assert fleet.nodes() == {("a", CACHE): (1, 0)}
+    fleet.settle(op[1])
+    assert (fleet.used(), fleet.nodes()) == (0, {})
 
 
-def test_who_shares_stays_charged_in_full(store_client: Client) -> None:
-    """Whatever it says later: what it has in a node is no part of any path."""
+def test_who_is_charged_in_full_frees_what_another_made(store_client: Client) -> None:
+    """It shares nothing when it comes, and with its first token the other one's charge falls, too."""
+    fleet = Fleet(store_client, SHARED)
+    op = by_path(fleet.admit(50, A), 45, flat(46))
+    fleet.step(op, ["F", op[1]])
+    other = fleet.admit(50, A)
+    assert fleet.step(other) == [["grant", ["r0", 0, CACHE]]]
+    assert fleet.used() == 95
+    fleet.step(["F", other[1]])
+    assert fleet.used() == 40 + 5 + 10
+    assert fleet.twin.books.calls[op[1]].held == 5
+
+
+@pytest.mark.parametrize("over", [0, 1])
+def test_the_bound_is_exact_beside_what_is_shared(store_client: Client, over: int) -> None:
+    """At the smallest part of a block; a point is narrowed by the part that is left of what it is a point of."""
+    fleet = Fleet(store_client, ELASTIC)
+    fleet.run(45, A)
+    fleet.run(44)
+    held = 50
+    most = held + HORIZONS[0] // BLOCK_SIZE
+    left = (LIMIT - 45 - 44) * SCALE - min(margins(BASE)) + over
+    point = left * most // (most - A[1])
+    path = tuple(point if at < len(TILTS) else 1 for at in range(POINTS))
+    answer = fleet.step(by_path(fleet.admit(LIMIT, A, queue_max=0), held, path))[0][0]
+    assert answer == ("refused" if over else "grant")
+
+
+def test_who_holds_less_than_it_shares_holds_nothing_beside(store_client: Client) -> None:
+    """No gateway says so; the books stay whole."""
+    fleet = Fleet(store_client, ELASTIC)
+    fleet.run(45, A)
+    op = by_path(fleet.admit(50, A), 10, flat(10))
+    assert fleet.step(op)[0][0] == "grant"
+    assert fleet.used() == 45
+    fleet.settle(op[1])
+    assert fleet.used() == 45
+
+
+def test_a_call_that_grows_moves_with_what_it_shares_there(store_client: Client) -> None:
+    fleet = Fleet(store_client, ELASTIC, ELASTIC)
+    fleet.run(50, A, exclude=["r1"])
+    fleet.run(45, exclude=["r0"])
+    op = by_path(fleet.admit(50, A), 42, flat(50))
+    assert fleet.step(op) == [["grant", ["r0", 1, CACHE]]]
+    fleet.step(["F", op[1]], grow(op[1], 44, flat(50)))
+    assert fleet.used() == 54
+    fleet.step(["M", op[1], ["r0"]])
+    assert fleet.step(["K", op[1]]) == [["grant", ["r1", 0, CACHE]]]
+    assert (fleet.used(), fleet.used("r1")) == (50, 89)
+    assert unpack(fleet.twin.books.replicas["r1"].sums) == flat(50)
+
+
+def test_after_a_lost_store_who_grows_shares_what_it_did(store_client: Client) -> None:
+    """In whatever order they declare, with the figures of whole calls."""
+    ends = []
+    for order in (1, -1):
+        fleet = Fleet(store_client, ELASTIC)
+        ops = [by_path(fleet.admit(50, A), 45 + at, flat(50)) for at in range(3)]
+        answers = [
+            fleet.step(by_path(declaration(op, "r0", 1, 1), op[-5], flat(50)))[0] for op in ops[::order]
+        ]
+        assert answers == [["declared"]] * 3
+        assert (fleet.used(), fleet.nodes()) == (40 + 5 + 6 + 7, {("a", CACHE): (3, 0)})
+        ends.append(fleet.twin.books.replicas["r0"])
+    assert ends[0] == ends[1]
+
+
+def test_who_shares_is_charged_by_its_path_as_soon_as_it_has_one(store_client: Client) -> None:
     fleet = Fleet(store_client, ELASTIC)
     fleet.run(50, A)
     id_ = fleet.run(50, A)
-    assert fleet.step(["Z", id_, 41, 128, pack(flat(41))]) == [["ok"]]
+    assert fleet.used() == 60
+    assert fleet.step(grow(id_, 41, flat(41))) == [["ok"]]
+    assert fleet.used() == 51
+    assert fleet.step(["Z", id_, -1, 0, b"", 0]) == [["ok"]]
     assert fleet.used() == 60
     fleet.settle(id_)
     assert fleet.used() == 50
+
+
+def test_a_node_that_was_another_cache_s_is_nobody_s_own(store_client: Client) -> None:
+    fleet = Fleet(store_client, ELASTIC)
+    op = by_path(fleet.admit(50, A), 45, flat(50))
+    fleet.step(op, ["F", op[1]])
+    fleet.learn("r0", CACHE + 1)
+    other = by_path(fleet.admit(50, A), 45, flat(50))
+    fleet.step(other, ["F", other[1]])
+    assert fleet.nodes() == {("a", CACHE): (1, 0), ("a", CACHE + 1): (1, 0)}
+    assert fleet.used() == 90
+    fleet.settle(op[1])
+    assert fleet.used() == 45
 
 
 @pytest.mark.parametrize(

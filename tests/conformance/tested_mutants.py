@@ -627,9 +627,39 @@ TESTED_MUTANTS: dict[str, TestedMutant] = {
     ),
     "what a call shares with somebody on another replica counts": TestedMutant(
         "lua/lib/placement.lua",
-        "or gains.blocks[replica.name] or 0",
-        "or gains.most",
+        "shared = gains.blocks[replica.name] or 0",
+        "shared = gains.most",
         ("tests/conformance/test_prefixes.py",),
+    ),
+    "what was one call's own stays in its charge": TestedMutant(
+        "lua/lib/prefixes.lua",
+        "  other.prefix[OWN_BLOCKS] = other.prefix[OWN_BLOCKS] - blocks\n",
+        "",
+        ("tests/conformance/test_prefixes.py",),
+    ),
+    "what was one call's own stays so": TestedMutant(
+        "lua/lib/prefixes.lua",
+        "  nodes[at + OWN] = ''\n",
+        "",
+        ("tests/conformance/test_prefixes.py",),
+    ),
+    "what was one call's own counts nowhere": TestedMutant(
+        "lua/lib/prefixes.lua",
+        "  nodes[at + OWN] = ''\n  count(replica, blocks)\n",
+        "  nodes[at + OWN] = ''\n",
+        ("tests/conformance/test_prefixes.py",),
+    ),
+    "what is one call's own is shared": TestedMutant(
+        "lua/lib/prefixes.lua",
+        " and nodes[at + OWN] == '' and nodes[at + 2] == blocks",
+        " and nodes[at + 2] == blocks",
+        ("tests/conformance/test_prefixes.py",),
+    ),
+    "a call's path is that of all of it for ever": TestedMutant(
+        "gateway/core/growth.py",
+        "known = not self._shared and self._held",
+        "known = self._held",
+        ("tests/unit/test_growth.py",),
     ),
     "a question forgets that calls share": TestedMutant(
         "lua/lib/prefixes.lua",

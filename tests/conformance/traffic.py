@@ -303,9 +303,9 @@ def fitting(prefix: list[Any], blocks: int) -> list[Any]:
         if left < 0:
             break
         segments.append(segment)
-    return (
-        [prefix[0], segments, *prefix[2:3], *(min(n, len(segments)) for n in prefix[3:])] if segments else []
-    )
+    joined = (min(n, len(segments)) for n in prefix[3:5])
+    net = (min(n, sum(segment[1] for segment in segments)) for n in prefix[5:])
+    return [prefix[0], segments, *prefix[2:3], *joined, *net] if segments else []
 
 
 @st.composite
@@ -435,8 +435,8 @@ def herds(draw: DrawFn, world: World, owner: str) -> list[Op]:
 
 @st.composite
 def successions(draw: DrawFn, world: World, owner: str) -> list[list[Op]]:
-    """Calls that begin alike come one after the other, small ones in empty books at times: the first is computed, then
-    some are computed, leave, or move, and more come."""
+    """Calls that begin alike come one after the other, small ones in empty books at times, by their paths where that
+    can be: the first is computed, then some are computed, leave, grow, or move, and more come."""
     key, class_, lane = draw(admits(world))[2:5]
     chain = draw(st.sampled_from(chains(world.limit)[:6]))
     blocks = sum(blocks for _, blocks in chain) + 1
@@ -444,9 +444,14 @@ def successions(draw: DrawFn, world: World, owner: str) -> list[list[Op]]:
     where = draw(st.sampled_from(([], ["r0"], ["r0", "r2"])))
     prefix = fitting([16, chain], blocks) if world.start.caches else []
 
+    def weight() -> list[Any]:
+        if not world.start.elastic or draw(st.sampled_from((False,) * 3 + (True,))):
+            return [*IN_FULL[:3]]
+        return [draw(st.sampled_from((1, blocks // 2 + 1, blocks))), BASES[0], draw(paths(world, blocks))]
+
     def call() -> Op:
         id_ = world.new_id()
-        return ["A", id_, key, class_, lane, blocks, *terms, [], where, [], "", "", 0, *IN_FULL[:4], prefix]
+        return ["A", id_, key, class_, lane, blocks, *terms, [], where, [], "", "", 0, *weight(), 0, prefix]
 
     first, second, third = call(), call(), call()
     ends = st.sampled_from(
@@ -463,6 +468,10 @@ def successions(draw: DrawFn, world: World, owner: str) -> list[list[Op]]:
         draw(ends),
         [third],
         draw(computes),
+        [
+            ["Z", id_, *weight(), draw(nets(prefix))]
+            for id_ in draw(st.sampled_from(([], [first[1], third[1]])))
+        ],
         [["S", second[1], -1, -1, [], ""]],
     ]
 
@@ -603,7 +612,12 @@ def _like(world: World, c: Call, blocks: int, wait_ms: int, fingerprint: str) ->
     """A call of the same flow."""
     return ["A", world.new_id(), c.key, c.class_, c.lane, blocks, c.sequences, c.prefill, blocks, wait_ms,
             *world.policies[c.key], 100, 100, [], [], [], fingerprint, "", 0,
-            c.asked, c.base, c.path, c.promised, fitting(_segments_of(c), blocks)]  # fmt: skip
+            c.asked, c.base, c.path, c.promised, fitting(_beginning_of(c), blocks)]  # fmt: skip
+
+
+def _beginning_of(call: Call) -> list[Any]:
+    """As an admit says it that comes again, of a call that has grown."""
+    return [*_segments_of(call), 0, 0, 0, call.prefix.net] if call.prefix.net else _segments_of(call)
 
 
 def _segments_of(call: Call) -> list[Any]:
@@ -657,12 +671,13 @@ def declarations(draw: DrawFn, world: World, owner: str) -> list[Op]:
     id_ = draw(st.sampled_from(known)) if known and draw(st.booleans()) else world.new_id()
     key = draw(st.sampled_from(sorted(world.policies)))
     lane, blocks = draw(st.sampled_from("abbac")), draw(st.sampled_from(sizes(world, key)))
-    demand = draw(demands(world, blocks))
+    demand, prefill = draw(demands(world, blocks)), draw(st.sampled_from((0, 5)))
     if demand[-1]:
         parts = draw(st.sampled_from(((1, 1, 0), (1, 9, 1), (1, 9, 0), (2, 1, 1), (0, 0, 0), (0, 0, 1))))
-        demand[-1] = fitting([*demand[-1], *parts], blocks)
+        demand[-1] = fitting([*demand[-1], *parts, draw(nets(demand[-1]))], blocks)
         demand[-1][4] = parts[2]
-    return [["R", id_, f"r{draw(st.integers(0, 4))}", key, "normal", lane, blocks, 1, draw(st.sampled_from((0, 5))), 7,
+        prefill = 0 if parts[2] else prefill  # who is past its first token holds nothing of that budget
+    return [["R", id_, f"r{draw(st.integers(0, 4))}", key, "normal", lane, blocks, 1, prefill, 7,
              *world.policies[key], draw(st.sampled_from((0, 1))), *draw(st.sampled_from(LIKENESS)),
              *demand]]  # fmt: skip
 
@@ -679,7 +694,7 @@ def confirmations(draw: DrawFn, world: World, owner: str) -> list[Op]:
 
 def _declaration(world: World, c: Call, id_: str, computed: bool) -> Op:
     prefix = c.prefix
-    whole = [*_segments_of(c), prefix.cache, prefix.joined, max(prefix.computed, int(computed))]
+    whole = [*_segments_of(c), prefix.cache, prefix.joined, max(prefix.computed, int(computed)), prefix.net]
     policy = world.policies.get(c.key, (1, -1, -1, -1))
     return ["R", id_, c.replica, c.key, c.class_, c.lane, c.blocks, c.sequences, c.prefilling, c.cost, *policy, 1,
             "", "", c.asked, c.base, c.path, c.promised, whole if prefix.segments else []]  # fmt: skip
@@ -736,11 +751,11 @@ MALFORMED: tuple[Op, ...] = (
     [*_admit(1), "", ""],
     _admit(1, charge=[0, 1]),
     _admit(1, charge=[0, -1, 5]),
-    ["Z", "00000000aa", 0, 0, b""],
-    ["Z", "00000000aa", 1.5, 32, bytes(132)],
-    ["Z", "00000000aa", 1, 0, bytes(132)],
-    ["Z", "00000000aa", 1, 32, bytes(131)],
-    ["Z", "00000000aa", 1, 32, 7],
+    ["Z", "00000000aa", 0, 0, b"", 0],
+    ["Z", "00000000aa", 1.5, 32, bytes(132), 0],
+    ["Z", "00000000aa", 1, 0, bytes(132), 0],
+    ["Z", "00000000aa", 1, 32, bytes(131), 0],
+    ["Z", "00000000aa", 1, 32, 7, 0],
     _admit(1, promised=2),
     *(
         _admit(9, prefix=prefix)
@@ -749,7 +764,8 @@ MALFORMED: tuple[Op, ...] = (
             [0, [[_ID, 1]]],
             [16],
             [16, []],
-            [16, [[_ID, 1]] * 5],
+            [16, [[_ID, 1]] * 2],
+            [16, [[f"{at:032x}", 1] for at in range(5)]],
             [16, [[_ID, 9]]],
             [16, [["short", 1]]],
             [16, [[_ID, 0]]],
@@ -757,7 +773,12 @@ MALFORMED: tuple[Op, ...] = (
             [16, 7],
         )
     ),
-    *(_declared([16, [[_ID, 1]], *parts]) for parts in ((-1, 0, 0), (1, 2, 0), (1, 1, 2), (0, 1, 0), (1,))),
+    ["Z", "00000000aa", 1, 32, bytes(132), -1],
+    ["Z", "00000000aa", 1, 32, bytes(132)],
+    *(
+        _declared([16, [[_ID, 1]], *parts])
+        for parts in ((-1, 0, 0), (1, 2, 0), (1, 1, 2), (0, 1, 0), (1,), (1, 1, 1, 2), (1, 1, 1, -1))
+    ),
     ["H", 2**53, 0, []],
     ["H", 0, 0, [1, "r0"]],
     ["H", 0, 0, [-1, "r0", 1]],
@@ -805,7 +826,15 @@ def growth(draw: DrawFn, world: World, call: Call) -> Op:
     held = draw(st.sampled_from((-1, 1, max(call.held, 1), call.held + 1, most, most + 1, world.limit)))
     base = draw(st.sampled_from((call.base or 32, *BASES)))
     path = draw(paths(world, call.blocks)) if draw(st.sampled_from((True,) * 7 + (False,))) else b""
-    return ["Z", call.id, held, base, path]
+    return ["Z", call.id, held, base, path, draw(nets(_segments_of(call)))]
+
+
+@st.composite
+def nets(draw: DrawFn, prefix: list[Any]) -> int:
+    """Of how many blocks a path is said to be net: of some of the first segments, or one more, or all there are."""
+    blocks = [segment[1] for segment in prefix[1]] if prefix else []
+    count = draw(st.integers(0, len(blocks)))
+    return sum(blocks[:count]) + draw(st.sampled_from((0, 0, 0, 1)))
 
 
 def _some(draw: DrawFn, calls: list[Call]) -> list[Call]:

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from typing import Any
 
 import msgspec
@@ -200,7 +200,7 @@ def lua_content(content: Content) -> dict[str, Any]:
         **{name: _scores(content, name) for name in ("owners", "deadlines", "place_ends")},
         "forecast": {_text(k): decode_record("forecast", v)["ends"] for k, v in content["forecast"].items()},
         "once": {_text(k): decode_record("once", v)["id"] for k, v in content["once"].items()},
-        "nodes": {name: (node.holders, node.newcomers) for name, node in snapshot_of(content).nodes.items()},
+        "nodes": {name: astuple(node) for name, node in snapshot_of(content).nodes.items()},
         "holds": _hash(content, "holds"),
         "hold_ends": sorted(map(_text, content["hold_ends"])),
     }
@@ -313,7 +313,7 @@ def spec_content(books: Books) -> dict[str, Any]:
             for owner, ends in books.forecasts.items()
         },
         "once": {c.once: c.id for c in books.calls.values() if c.once},
-        "nodes": {name: (node.holders, node.newcomers) for name, node in books.nodes.nodes.items()},
+        "nodes": {name: astuple(node) for name, node in books.nodes.nodes.items()},
         "holds": {name: asdict(hold) for name, hold in books.holds.holds.items()},
         "hold_ends": sorted(f"{h.replica}:{h.due:013d}:{name}" for name, h in books.holds.holds.items()),
     }

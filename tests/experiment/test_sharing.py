@@ -188,13 +188,14 @@ def test_the_sums_are_those_of_the_calls_whatever_happens(seed: int, gate: type[
 
 def _check(books: SharingBooks, inside: list[Held]) -> None:
     nodes = books.nodes.values()
-    pieces = sum(node.blocks for node in nodes)
+    pieces = sum(node.blocks for node in nodes if node.own is None)
     assert books.used == pieces + sum(held.held for held in inside)
     assert books.full == pieces + sum(held.blocks for held in inside)
     assert books.assured == pieces + sum(held.blocks for held in inside if held.path is None)
     assert books.prefill == sum(held.prefill for held in inside)
     assert books.soft_blocks == sum(blocks for blocks, _ in books._soft.values())
-    sharing = [held for held in inside if held.shared]
+    sharing = [held for held in inside if held.inside]
+    assert all(bool(held.shared) == (held not in [node.own for node in nodes]) for held in sharing)
     assert sum(node.holders for node in nodes) == sum(held.told for held in sharing)
     assert sum(node.newcomers for node in nodes) == sum(not held.told for held in sharing)
     assert all(node.holders >= 0 and node.newcomers >= 0 for node in nodes)

@@ -3,6 +3,7 @@
 import pytest
 
 from gateway.core.segments import Segment
+from gateway.ledger.records import NODE_WIDTH
 from tests.faults.test_ledger_store import restart
 from tests.integration.ledger_world import World, eventually, running_store, world
 
@@ -20,7 +21,7 @@ def own_store():
 def counts(w: World) -> list[tuple[int, int]]:
     """Holders and newcomers of each node."""
     each = [row["nodes"] for row in w.rows("prefixes", "node").values()]
-    return [(nodes[at + 3], nodes[at + 4]) for nodes in each for at in range(0, len(nodes), 5)]
+    return [(nodes[at + 3], nodes[at + 4]) for nodes in each for at in range(0, len(nodes), NODE_WIDTH)]
 
 
 @pytest.mark.parametrize("computed", [True, False])

@@ -10,6 +10,7 @@ import pytest
 from gateway.core.elastic import ELASTIC, GUARANTEED, base_of, flat, pack, unpack
 from gateway.core.events import Overdraft
 from gateway.core.outcomes import Code, Refusal
+from gateway.core.segments import Segment
 from gateway.ledger.api import Grant
 from gateway.ledger.reservation import Ask
 from gateway.ledger.verify import verify
@@ -217,3 +218,29 @@ async def test_what_stays_in_the_document() -> None:
     """Each op of a call that grows is in docs/ledger.md."""
     text = (Path(__file__).parents[2] / "docs/ledger.md").read_text()
     assert "| `Z id held base path` |" in text
+
+
+async def test_a_call_that_grows_is_charged_for_what_it_does_not_share(path: str) -> None:
+    """What it holds is told whole, its path without what it shares; also when the store has lost all of that."""
+    segments = {"segments": (Segment("a" * 32, 40),), "block_size": 16}
+    async with world(path, LIMIT) as w:
+        set_modes(w, ELASTIC)
+        m = await w.join()
+        await w.learn_cache(m)
+        asks = [await m.reserve(50, **weight(44, 50), **segments) for _ in range(2)]
+        for ask in asks:
+            ask.first_token()
+        await eventually(lambda: row(w)["used"] == 40 + 4 + 4)
+        third = m.open(50, **weight(44, 50), **segments)
+        grant = await third.granted()
+        assert isinstance(grant, Grant)
+        assert (grant.shared, row(w)["used"], points(w)) == (40, 52, 30)
+        third.grow(46, BASE, pack(flat(7)), 40)
+        third.first_token()
+        await eventually(lambda: (row(w)["used"], points(w)) == (54, 27))
+        await assert_books_hold(w)
+        for ask in asks:
+            ask.settle(None, None)
+        await eventually(lambda: (row(w)["used"], row(w)["shared"], points(w)) == (46, 40, 7))
+        third.settle(None, None)
+        await eventually(w.empty)

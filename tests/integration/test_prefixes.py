@@ -21,15 +21,25 @@ def here() -> Iterator[World]:
         yield made
 
 
-def begin(here: World, share: str = "auto") -> tuple[Mock, GatewayProcess]:
+def begin(here: World, share: str = "auto", mode: str = "guaranteed") -> tuple[Mock, GatewayProcess]:
     engine = here.mock(
         *MOCK_OPTIONS, "--step-base-ms", "2", "--step-prefill-us", "2", "--step-running-us", "10"
     )
-    return engine, gateway_of(engine, here, share)
+    return engine, gateway_of(engine, here, share, mode)
 
 
 async def test_forty_that_begin_alike(here: World) -> None:
     engine, gateway = begin(here)
+    async with watched(engine, gateway) as seen:
+        load = await forty(gateway.url, 1, key=gateway.key)
+    print(f"{seen.running} at once, {seen.used} blocks, {load.seconds:.2f} s")
+    assert seen.running >= AT_ONCE_MIN
+    seen.judge()
+
+
+async def test_forty_that_begin_alike_and_grow(here: World) -> None:
+    """Nothing is learned of their lengths yet, so each is foreseen to go to its limit, as they all do."""
+    engine, gateway = begin(here, mode="elastic")
     async with watched(engine, gateway) as seen:
         load = await forty(gateway.url, 1, key=gateway.key)
     print(f"{seen.running} at once, {seen.used} blocks, {load.seconds:.2f} s")

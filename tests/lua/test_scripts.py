@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from gateway.core import lengths, order
+from gateway.core import elastic, lengths, order
 from gateway.core.estimate import PREFILL_TOKENS_MIN
 from gateway.core.segments import SEGMENTS_MAX
 from gateway.ledger.records import FIELDS, NODE_WIDTH
@@ -65,6 +65,7 @@ def constant(name: str, text: str = "") -> float:
         ("SEGMENTS_MAX", SEGMENTS_MAX),
         ("PREFILL_TOKENS_MIN", PREFILL_TOKENS_MIN),
         ("WIDTH", NODE_WIDTH),
+        ("NARROWED_MAX", elastic.NARROWED_MAX),
     ],
 )
 def test_constants_are_the_specifications(lua: str, python: int) -> None:

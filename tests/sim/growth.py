@@ -23,8 +23,8 @@ TOKENS = 120
 """A call writes more than so many with a chance of 1 in e."""
 GUARANTEED_ONLY = (GUARANTEED,)
 MODES = (GUARANTEED_ONLY, (ELASTIC, SHARED), (GUARANTEED, ELASTIC, SHARED))
-Weight = tuple[int, int, bytes]
-"""What a call holds, and its path with the size that it is made for."""
+Weight = tuple[int, int, bytes, int]
+"""What a call holds, its path with the size that it is made for, and blocks that are not in the path."""
 
 
 def survival(written: int) -> float:
@@ -50,17 +50,18 @@ class Growth:
         lot = self._random.random()
         if lot < 0.3 or not admission.tokens_max:
             return msgspec.structs.replace(admission, promised=lot < 0.15 and self._keeps_promise)
-        held, base, path = self._weight(admission, 0, self._random.choice(self._bases))
+        held, base, path, _ = self._weight(admission, 0, self._random.choice(self._bases), 0)
         return msgspec.structs.replace(admission, held=held, base=base, path=path)
 
-    def _weight(self, admission: Admission, written: int, base: int) -> Weight:
+    def _weight(self, admission: Admission, written: int, base: int, net: int) -> Weight:
         """Of all its sequences together."""
         output, sequences = admission.tokens_max // admission.sequences, admission.sequences
         prompt = max(admission.blocks // sequences * BLOCK_SIZE - output, 1)
         written = min(written, output)
         held = blocks_at(prompt, next_growth(written, output), BLOCK_SIZE, 0)
-        path = path_of(prompt, output, written, survival, BLOCK_SIZE, base)
-        return sequences * held, base, pack(tuple(sequences * point for point in path))
+        rest = max(prompt - net * BLOCK_SIZE // sequences, 1)
+        path = path_of(rest, output, written, survival, BLOCK_SIZE, base)
+        return sequences * held, base, pack(tuple(sequences * point for point in path)), net
 
     async def go_on(self, asks: Callable[[], Sequence[Ask]]) -> None:
         """Again and again one of them has written more, until cancelled."""
@@ -75,4 +76,5 @@ class Growth:
         self._written[ask.id] += self._random.choice((16, 64, 64, 100))
         if self._random.random() < 0.05:
             return ask.grow(-1, 0, b"")
-        ask.grow(*self._weight(ask.admission, self._written[ask.id], ask.base))
+        net = self._random.choice((0, ask.shared))
+        ask.grow(*self._weight(ask.admission, self._written[ask.id], ask.base, net))

@@ -408,10 +408,9 @@ class Judge:
             if ask.phase is not Phase.RESERVED or call is None or not holds(call):
                 continue
             blocks = ask.admission.blocks
-            said = (
-                (blocks if ask.held < 0 else ask.held, ask.base, ask.path) if ask.path else (blocks, 0, b"")
-            )
-            drifted = said != (call.asked, call.base, call.path)
+            held = blocks if ask.held < 0 else ask.held
+            said = (held, ask.base, ask.path, ask.net) if ask.path else (blocks, 0, b"", 0)
+            drifted = said != (call.asked, call.base, call.path, call.prefix.net)
             self._must_not_last(
                 drifted,
                 PROMPT_SECONDS,
@@ -422,7 +421,7 @@ class Judge:
             self.facts["charged in full"] += not call.elastic
             self.facts["segments shared"] += call.prefix.joined
             self.facts["warm"] += call.is_warm
-            drifted = ask.shared != call.prefix.shared
+            drifted = ask.shared != call.prefix.blocks_of(call.prefix.joined)
             what = f"says that {ask.id} shares {ask.shared} blocks, and the store does not"
             self._must_not_last(drifted, PROMPT_SECONDS, gateway, what)
 

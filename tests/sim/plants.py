@@ -138,8 +138,8 @@ def growth_adds() -> Iterator[None]:
     """What a call says that it holds is added to what it held."""
     recount = Books._recount
 
-    def adding(books: Books, call: Call, held: int, base: int, path: bytes) -> Any:
-        return recount(books, call, call.asked + held if held > 0 else held, base, path)
+    def adding(books: Books, call: Call, held: int, base: int, path: bytes, net: int) -> Any:
+        return recount(books, call, call.asked + held if held > 0 else held, base, path, net)
 
     with _replaced(Books, "_recount", adding):
         yield

@@ -18,6 +18,7 @@ from gateway.core.elastic import (
     GROWTH_PART,
     GROWTH_TOKENS_MIN,
     HORIZONS,
+    NARROWED_MAX,
     NEAR,
     POINTS,
     SCALE,
@@ -27,6 +28,7 @@ from gateway.core.elastic import (
     bound_holds,
     flat,
     margins,
+    narrowed,
     next_growth,
     pack,
     path_of,
@@ -306,6 +308,56 @@ def test_what_was_added_is_taken_away_to_the_last_unit(
     for path in data.draw(st.permutations(paths)):
         sums = [total - point for total, point in zip(sums, unpack(pack(path)), strict=True)]
     assert sums == [0] * POINTS
+
+
+# -- what is shared ---------------------------------------------------------------------------------------------------
+
+
+def beside(
+    prompt: int, limit: int, written: int, path: elastic.Path, shared: int, net: int = 0
+) -> elastic.Path:
+    held = blocks_at(prompt, next_growth(written, limit), BLOCK_SIZE, 0)
+    return narrowed(path, net, shared, held, blocks_at(prompt, limit, BLOCK_SIZE, 0), BLOCK_SIZE)
+
+
+@given(st.data(), PROMPTS, OUTPUTS, st.integers(0, 40_000), survivals(), BASES)
+def test_what_is_left_beside_shared_blocks_covers_the_path_of_the_rest(
+    data: st.DataObject,
+    prompt: int,
+    limit: int,
+    written: int,
+    survival: Callable[[int], float],
+    base: int,
+) -> None:
+    """Whatever its path was made without; 1 is of rounding."""
+    written = min(written, limit - 1)
+    shared, net = (data.draw(st.integers(0, (prompt - 1) // BLOCK_SIZE)) for _ in range(2))
+    paths = [
+        path_of(prompt - blocks * BLOCK_SIZE, limit, written, survival, BLOCK_SIZE, base)
+        for blocks in (0, net, shared)
+    ]
+    left = beside(prompt, limit, written, paths[1], shared, net)
+    for point, all_of_it, told, needed in zip(left, *paths, strict=True):
+        assert needed - 1 <= point <= max(all_of_it, told) + max(net - shared, 0) * SCALE
+    if shared == net:
+        assert left == paths[2]
+
+
+@given(st.integers(1, NARROWED_MAX), st.data())
+def test_who_certainly_runs_on_counts_with_exactly_the_rest(blocks: int, data: st.DataObject) -> None:
+    shared, net = (data.draw(st.integers(0, blocks - 1)) for _ in range(2))
+    held = data.draw(st.integers(1, blocks))
+    assert narrowed(flat(blocks - net), net, shared, held, blocks, BLOCK_SIZE) == flat(blocks - shared)
+
+
+def test_a_call_that_is_too_large_for_exact_products_keeps_its_path() -> None:
+    for blocks in (NARROWED_MAX, NARROWED_MAX + 1):
+        path = (2 * SCALE,) * POINTS
+        kept = narrowed(path, 0, blocks // 2, blocks, blocks, BLOCK_SIZE) == path
+        assert kept == (blocks > NARROWED_MAX)
+
+
+# -- as the store has it ----------------------------------------------------------------------------------------------
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=POINTS, max_size=POINTS))

@@ -70,6 +70,22 @@ def test_the_first_count_corrects_the_prompt(prompt: int) -> None:
     assert growth.note(prompt, 2) is None
 
 
+def test_from_the_first_count_on_its_path_is_that_of_what_it_does_not_share() -> None:
+    """What it holds is told whole: the ledger knows what it shares."""
+    growth, rest = Growth(demand(1000), LAW, shared=60), expected(1000 - 60 * 16, 0)
+    assert growth.note(1000, 1) == (expected(1000, 1).held, 1024, expected(40, 1).path, 60)
+    assert growth.note(1000, 2) is None
+    later = growth.note(1000, 400)
+    assert later == (expected(1000, 400).held, 1024, expected(40, 400).path, 60)
+    assert rest.held + 60 == expected(1000, 0).held
+
+
+def test_who_shares_more_than_its_engine_counts_has_a_path_still() -> None:
+    holding = Growth(demand(1000), LAW, shared=60).note(900, 1)
+    assert holding is not None
+    assert max(unpack(holding.path)) <= (demand(1000).blocks - 60) * SCALE
+
+
 def test_a_count_within_the_same_block_changes_nothing() -> None:
     assert Growth(demand(100), LAW).note(101, 0) is None
 

@@ -17,8 +17,8 @@ class Held:
     def __init__(self) -> None:
         self.grown: list[Holding] = []
 
-    def grow(self, held: int, base: int, path: bytes) -> None:
-        self.grown.append(Holding(held, base, path))
+    def grow(self, held: int, base: int, path: bytes, net: int = 0) -> None:
+        self.grown.append(Holding(held, base, path, net))
 
 
 class World:

@@ -57,9 +57,11 @@ class Seen:
         assert not [one for one in shortfalls(self.looks, []) if one.is_long]
 
 
-def gateway_of(engine: Engine, world: World, share: str = "auto", **settings: Any) -> GatewayProcess:
+def gateway_of(
+    engine: Engine, world: World, share: str = "auto", mode: str = "guaranteed", **settings: Any
+) -> GatewayProcess:
     """One process with one pool: the engine, whose blocks may be given away to the last one."""
-    pools = [{"name": "only", "replicas": [{"name": NAME, "url": engine.url}]}]
+    pools = [{"name": "only", "mode": mode, "replicas": [{"name": NAME, "url": engine.url}]}]
     fleet = {"model": MODEL, "safe_fraction": 1.0, "share_prefixes": share}
     config, (key,) = world.config(pools, fleet=fleet, queue={"seconds_max": 600}, **settings)
     return world.gateway(config, key)
