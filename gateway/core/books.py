@@ -2019,9 +2019,7 @@ class Books:
         has_blocks = self._has_blocks(call, target, self.nodes.known(call.prefix, replica))
         if not (force or (seats and has_blocks)):
             return ["no_room"]
-        call.yields_until = (
-            0  # it ran: holds were not in its way just now, and it waits behind no warm call later
-        )
+        call.yields_until = 0  # no hold was in its way just now, and it waits behind no warm call later
         if known:
             self._withdraw(known)
         self._set_policy(key, weight, blocks_max, requests_max, pool_share)
