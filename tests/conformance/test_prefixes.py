@@ -511,6 +511,38 @@ def test_a_path_without_what_is_its_own_again_counts_that_too(store_client: Clie
     assert (replica.used, unpack(replica.sums)) == (40 + 5 + 5, unpack(op[-3]))
 
 
+@pytest.mark.parametrize(
+    ("number", "following", "tokens"),
+    [(0, 1, 32), (0, 0, 128), (2, 1, 256), (2, 0, 512), (3, 1, 768), (9, 1, 12288)],
+)
+def test_a_point_is_narrowed_by_what_the_call_has_at_its_horizon(
+    store_client: Client, number: int, following: int, tokens: int
+) -> None:
+    """Or at the next one, where it stands for that too: from the fourth on, or where it is the last."""
+    fleet = Fleet(store_client, ELASTIC)
+    fleet.run(50, A)
+    width = len(TILTS)
+    path = [0] * POINTS
+    path[number * width : (number + 2) * width] = [1000] * width + [following] * width
+    op = by_path(fleet.admit(90, A), 50, tuple(path))
+    assert fleet.step(op)[0][0] == "grant"
+    most = min(90, 50 + -(-tokens // BLOCK_SIZE))
+    found = unpack(fleet.twin.books.replicas["r0"].sums)[number * width]
+    assert found == -(-1000 * (most - 40) // most)
+
+
+def test_a_declared_call_that_is_known_says_what_its_path_is_without(store_client: Client) -> None:
+    fleet = Fleet(store_client, ELASTIC)
+    fleet.run(50, A)
+    op = by_path(fleet.admit(50, A), 45, flat(50))
+    fleet.step(op)
+    declared = declaration(op, "r0", 1, 1)
+    declared[-1] = [*declared[-1], 40]
+    assert fleet.step(by_path(declared, 46, flat(7))) == [["same"]]
+    assert fleet.used() == 56
+    assert unpack(fleet.twin.books.replicas["r0"].sums) == flat(7)
+
+
 def test_a_growth_that_says_more_than_there_is_is_taken_for_all(store_client: Client) -> None:
     fleet = Fleet(store_client, ELASTIC)
     op = by_path(fleet.admit(50, A), 45, flat(50))

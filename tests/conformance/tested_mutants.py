@@ -649,6 +649,18 @@ TESTED_MUTANTS: dict[str, TestedMutant] = {
         "  nodes[at + OWN] = ''\n",
         ("tests/conformance/test_prefixes.py",),
     ),
+    "a path is narrowed as at one horizon": TestedMutant(
+        "lua/lib/elastic.lua",
+        "local tokens = HORIZON_TOKENS[number <= ALONE and path[i + TILTS] > 0 and number or number + 1]",
+        "local tokens = HORIZON_TOKENS[number]",
+        ("tests/conformance/test_prefixes.py",),
+    ),
+    "a declared path is taken for that of the whole call": TestedMutant(
+        "lua/commands/redeclare.lua",
+        "recount(id, known, held, base, path, prefixes.net_told(prefix))",
+        "recount(id, known, held, base, path, 0)",
+        ("tests/conformance/test_prefixes.py",),
+    ),
     "what is one call's own is shared": TestedMutant(
         "lua/lib/prefixes.lua",
         " and nodes[at + OWN] == '' and nodes[at + 2] == blocks",
