@@ -6,9 +6,10 @@ Only what is known by its tokens is charged once for several calls; what is know
 from gateway.call import Call
 from gateway.core.estimate import Demand
 from gateway.core.events import Miscounted, Observer, PrefixFound
-from gateway.core.prefixes import Salt, keys_of, segments, text_points, tokens_min
+from gateway.core.prefixes import GRID, TEXT_BYTES, Salt, keys_of, segments, text_points, tokens_min
 from gateway.core.prompt import PromptText, PromptTokens
 from gateway.core.route import LIKELY_TOKEN_BYTES
+from gateway.core.warm import warmest
 from gateway.ledger.api import Grant
 from gateway.tokens.api import Counted, IdReader
 
@@ -33,28 +34,46 @@ def block_size_of(call: Call) -> int:
     return size
 
 
-async def read(call: Call, demand: Demand, counts: list[Counted], ids: IdReader | None, now: float) -> None:
-    """Note in a call that was counted how it begins: which pieces of it others may hold, and where it is warm.
+async def read(call: Call, counts: list[Counted], ids: IdReader | None, now: float) -> None:
+    """Note in a call that was counted how it begins, and where that is warm.
 
     `now`: seconds of the monotonic clock.
     """
     size = call.block_size
-    if size != demand.block_size:  # another engine has come meanwhile
-        call.block_size = 0
-    if not call.block_size:
+    if not size:
         return
     (prompt,), (counted,) = call.generation.prompts, counts
     found = counted.points
     if isinstance(prompt, PromptTokens) and ids is not None and prompt.tokens >= tokens_min(size):
         found = await ids.points(call.generation, size)
-    if found:
-        call.beginning = keys = keys_of(_salt(call, size), found)
-        call.segments = segments(keys, call.fleet.memory.seen.cut(keys))
+    call.tokens_known = bool(found)
+    if call.tokens_known:
+        call.beginning = keys_of(_salt(call, size), found)
     elif isinstance(prompt, PromptText) and _has_choice(call):
         call.beginning = keys_of(_salt(call, size), text_points(prompt.texts))
     if _has_choice(call):
-        warm = call.fleet.memory.warm.prefer(call.beginning, now)
-        call.prefer = tuple(name for name in warm if call.fleet.engines.knows(name))
+        warm = call.fleet.memory.warm.depths(call.beginning, now)
+        depths = {name: depth for name, depth in warm.items() if call.fleet.engines.knows(name)}
+        call.prefer = warmest(depths)
+        call.cached = {name: _tokens(call, counted.tokens, depth) for name, depth in depths.items()}
+
+
+def cut(call: Call, demand: Demand) -> None:
+    """Note in a call that was read which pieces of it others may hold as well."""
+    if call.block_size != demand.block_size:  # another engine has come meanwhile, or nothing is shared
+        call.block_size, call.beginning, call.prefer = 0, (), ()
+    elif call.tokens_known:
+        call.segments = segments(call.beginning, call.fleet.memory.seen.cut(call.beginning))
+
+
+def _tokens(call: Call, tokens: int, depth: int) -> int:
+    """Up to so many of its points, of so many tokens; where only its texts are known that is their part."""
+    blocks = GRID[depth - 1]
+    if call.tokens_known:
+        return blocks * call.block_size
+    (prompt,) = call.generation.prompts
+    assert isinstance(prompt, PromptText)
+    return min(tokens * blocks * TEXT_BYTES // max(prompt.utf8_bytes, 1), tokens - 1)
 
 
 def note_run(call: Call, grant: Grant, now: float) -> None:

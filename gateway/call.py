@@ -1,7 +1,7 @@
 """One call and its surroundings, as the flow and the HTTP edge share them."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -128,10 +128,14 @@ class Call:
     beginning: Sequence[bytes] = ()
     """Keys of its points, by its tokens, or where these are not known by its texts; empty where neither was looked at.
     """
+    tokens_known: bool = False
+    """Its beginning is one of tokens."""
     segments: tuple[Segment, ...] = ()
     """What others may hold as well, by its tokens."""
     prefer: tuple[str, ...] = ()
-    """Replicas that lately had its beginning."""
+    """Replicas that are likely to have most of its beginning."""
+    cached: Mapping[str, int] | None = None
+    """By replica, tokens of its prompt that are likely to be there already; None = nothing is known of that."""
     talk: Talk | None = None
     """Names of its conversation; None where it has none, or nobody would keep it."""
     came_back: bool = False
@@ -275,7 +279,7 @@ class Call:
             identity=self.identity,
             once=self.once,
             standing=self.standing,
-            exclude=self.excluded,
+            exclude=(*self.excluded, *demand.exclude),
             charges=self.charges,
             body_bytes=len(self.request.body),
             tokens_max=demand.output_tokens * demand.sequences,

@@ -251,6 +251,8 @@ class ReplicasFrom(_Strict, frozen=True, kw_only=True):
     prefill_tokens: Count | None = None
 
 
+POOLS_MAX = 32
+"""Of one fleet.  Each is a lane, which the store looks at whenever it looks for who is next."""
 REPLICAS_MAX = 256
 """Of one pool."""
 
@@ -348,7 +350,7 @@ class Fleet(_Strict, frozen=True, kw_only=True):
     """Until a replica that has just been started beside others has all its blocks; 0 = at once."""
     lanes: dict[str, tuple[str, ...]] = {}
     """One a pool once loaded, named as the pool, with the pools that its calls may use in order."""
-    pools: Annotated[tuple[Pool, ...], Meta(min_length=1, max_length=8)]
+    pools: Annotated[tuple[Pool, ...], Meta(min_length=1, max_length=POOLS_MAX)]
 
     @property
     def models(self) -> tuple[str, ...]:

@@ -230,13 +230,14 @@ class Flow:
         if isinstance(counts, Refusal):
             return counts
         prompts = request.prompt_tokens([counted.tokens for counted in counts])
-        demand = route(shape, request, prompts, limits)
+        await beginnings.read(call, counts, self._ids, time.monotonic())
+        demand = route(shape, request, prompts, limits, call.cached)
         if isinstance(demand, Refusal):
             return demand if all(counted.exact for counted in counts) else TOO_MUCH_IS_COUNTED
         mode = call.terms.mode
         if mode is not None and not can_keep(mode, shape.modes_of(demand.lane)):
             return _not_kept(demand.lane)
-        await beginnings.read(call, demand, counts, self._ids, time.monotonic())
+        beginnings.cut(call, demand)
         return demand
 
     async def _count_unless_refused(
@@ -553,7 +554,7 @@ def _failed(call: Call, demand: Demand, grant: Grant, failed: UpstreamFailed) ->
     call.tried.append(grant.replica)
     engines = call.fleet.engines
     engines.report_failure(grant.replica, failed.trouble, failed.rest_seconds)
-    gone = [*call.tried, *call.excluded]
+    gone = [*call.tried, *call.excluded, *demand.exclude]
     others = engines.another_can_hold(demand.lane, gone, demand.blocks, demand.sequences)
     return _moved_or_failed(call, failed, others and not failed.final)
 

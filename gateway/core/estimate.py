@@ -39,6 +39,8 @@ class Demand(msgspec.Struct, frozen=True):
     """Prompt tokens charged against the prefill budget; 0 for short prompts."""
     cost: int
     """Block-seconds."""
+    exclude: tuple[str, ...] = ()
+    """Replicas of its lane where too much of its prompt would have to be computed."""
 
     @property
     def units(self) -> Units:

@@ -13,6 +13,7 @@ from gateway.core.media import USUAL, MediaRule
 from gateway.core.modes import Mode
 from gateway.core.outcomes import Code, Refusal
 from gateway.core.request import Endpoint, GenerationRequest
+from gateway.core.warm import Reach, cold_replicas
 
 COMPLETIONS_OUTPUT_TOKENS = 16
 """What vLLM gives a completion that sets no `max_tokens`."""
@@ -46,6 +47,8 @@ class PoolShape:
     """The longest context of its replicas; None where they agree."""
     prefix_caching: bool = False
     """One of its replicas keeps the beginnings of prompts, as it says."""
+    replicas: tuple[str, ...] = ()
+    """Names of all that it has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,8 @@ class LaneShape:
     """The longest prompt that is sent here; the context must leave room for one token of output."""
     input_tokens_max: int
     """The longest one of a call that generates nothing."""
+    context_tokens_max: int
+    """The longest prompt that its context has room for."""
     usable_max: int
     sequences_max: int
     """Of the largest replica that the lane may use."""
@@ -136,6 +141,11 @@ class FleetShape:
         """The next turn of a conversation may find in a cache what the last one has left."""
         return self.soft_hold and any(pool.prefix_caching for pool in self.pools)
 
+    @property
+    def routes_by_warmth(self) -> bool:
+        """What a replica has of a prompt already may decide to which pool it goes."""
+        return len(self.pools) > 1 and self.prefix_block_size > 0
+
     def adapter(self, model: str | None) -> str:
         """What an engine's prefixes are kept apart by; '' for the model itself."""
         return "" if model is None or model in self.bases else model
@@ -165,6 +175,7 @@ class FleetShape:
             ),
             prompt_tokens_max=min(shortest - 1, longest_input),
             input_tokens_max=longest_input,
+            context_tokens_max=shortest - 1,
             usable_max=max(p.usable_max for p in pools),
             sequences_max=max(p.sequences_max for p in pools),
             context_max=None if longest > shortest else longest,
@@ -235,13 +246,20 @@ class _Place(msgspec.Struct):
 
 
 def route(
-    fleet: FleetShape, request: GenerationRequest, prompt_tokens: Sequence[int], limits: KeyLimits
+    fleet: FleetShape,
+    request: GenerationRequest,
+    prompt_tokens: Sequence[int],
+    limits: KeyLimits,
+    cached: Mapping[str, int] | None = None,
 ) -> Demand | Refusal:
     """The demand of a call whose prompts have these estimated token counts, in their order.
 
     The lane is that of the first pool whose bound takes the longest prompt and which can ever hold the call.
     A call that no pool holds with its whole output limit goes where most of that fits, and the limit is
     clamped.
+
+    `cached`: by replica how many tokens of the only prompt it is likely to have.  With them the call may go to an
+    earlier pool than its length allows, whose context holds all of it: the bound is then one of what is left.
     """
     output_tokens = _output_limit(fleet, request, limits)
     if isinstance(output_tokens, Refusal):
@@ -257,7 +275,8 @@ def route(
     if request.min_tokens > place.output_tokens:
         may_fit = place.clamped and not fleet.complete
         return _NOT_TOLD if may_fit else _too_little_output(request, place)
-    demand = _demand(fleet, request, place)
+    place, exclude = _by_warmth(fleet, request, prompt_tokens, output_tokens, place, cached)
+    demand = _demand(fleet, request, place, exclude)
     if limits.blocks_max is not None and demand.unshared_blocks > limits.blocks_max:
         needed = f"The call needs {demand.unshared_blocks} KV blocks"
         message = f"{needed}; `blocks_max` of its key is {limits.blocks_max}."
@@ -286,14 +305,15 @@ def candidate_lanes(
 
     As a prompt grows the call moves to later pools, until none holds it unclamped; then any that takes the
     prompt may be the roomiest.  A shared prompt's blocks do not always grow with it: there any pool may do.
+    What is warm somewhere may go to any earlier pool whose context holds it.
     """
     output_tokens = _output_limit(fleet, request, limits)
     if isinstance(output_tokens, Refusal):
         return ()
-    shortest = _measured(fleet, request, _at_least(request, low), output_tokens)
+    shortest = _reachable(fleet, request, _at_least(request, low), output_tokens)
     count = request.prompt_count
     exact = low == high and count == 1
-    longest = shortest if exact else _measured(fleet, request, [high] * count, output_tokens)
+    longest = _measured(fleet, request, [low if exact else high] * count, output_tokens)
     lanes = [place.pool.name for place in shortest]
     last = _first_unclamped(longest)
     if last is None or _shares(fleet, request):
@@ -315,7 +335,7 @@ def outlooks(
     if request.prompt_count > 1 or _shares(fleet, request) or isinstance(output_tokens, Refusal):
         return ()
     lanes = candidate_lanes(fleet, request, low, high, limits)
-    smallest = {place.pool.name: place for place in _measured(fleet, request, (low,), output_tokens)}
+    smallest = {place.pool.name: place for place in _reachable(fleet, request, (low,), output_tokens)}
     if not lanes:
         return ()
     likely = route(fleet, request, (max(low, high // LIKELY_TOKEN_BYTES),), limits)
@@ -370,15 +390,57 @@ def _context_not_cleared(
 
 
 def _measured(
-    fleet: FleetShape, request: GenerationRequest, prompt_tokens: Sequence[int], output_tokens: int
+    fleet: FleetShape,
+    request: GenerationRequest,
+    prompt_tokens: Sequence[int],
+    output_tokens: int,
+    warm: bool = False,
 ) -> list[_Place]:
     """The call in every pool that takes prompts of its length, in the order of the pools."""
     places: list[_Place] = []
     for lane in fleet.lane_shapes:
-        place = _measure(fleet, lane, request, prompt_tokens, output_tokens)
+        place = _measure(fleet, lane, request, prompt_tokens, output_tokens, warm)
         if place is not None:
             places.append(place)
     return places
+
+
+def _reachable(
+    fleet: FleetShape, request: GenerationRequest, prompt_tokens: Sequence[int], output_tokens: int
+) -> list[_Place]:
+    """As `_measured`, also where the call may go for what is warm there."""
+    warm = fleet.routes_by_warmth and request.may_share
+    return _measured(fleet, request, prompt_tokens, output_tokens, warm)
+
+
+def _by_warmth(
+    fleet: FleetShape,
+    request: GenerationRequest,
+    prompt_tokens: Sequence[int],
+    output_tokens: int,
+    place: _Place,
+    cached: Mapping[str, int] | None,
+) -> tuple[_Place, tuple[str, ...]]:
+    """The first place before that of its length where enough of it is warm, and the replicas there that have too little
+    of it; else that place.  Nobody is given less output for it."""
+    if not cached or not fleet.routes_by_warmth or not request.may_share:
+        return place, ()
+    keeping = {name for pool in fleet.pools if pool.prefix_caching for name in pool.replicas}
+    warm = {name: tokens for name, tokens in cached.items() if name in keeping}
+    by_name = {pool.name: Reach(pool.max_prompt_tokens, pool.replicas) for pool in fleet.pools}
+    for lane in fleet.lane_shapes:
+        if lane is place.lane:
+            break
+        own = lane.pool.name
+        names = fleet.lanes.get(own, (own,))
+        if own not in names:
+            continue
+        others = [by_name[name] for name in names if name != own and name in by_name]
+        cold = cold_replicas(by_name[own], others, max(prompt_tokens), warm)
+        other = _measure(fleet, lane, request, prompt_tokens, output_tokens, warm=True)
+        if cold is not None and other and other.fits and other.output_tokens >= place.output_tokens:
+            return other, cold
+    return place, ()
 
 
 def _measure(
@@ -387,12 +449,13 @@ def _measure(
     request: GenerationRequest,
     prompt_tokens: Sequence[int],
     output_tokens: int,
+    warm: bool = False,
 ) -> _Place | None:
     context = lane.context_max
     context_left = None if context is None else max(1, context - output_tokens)
     prompts = _as_cut(request, prompt_tokens, context_left)
     longest = max(prompts)
-    if longest > _prompt_tokens_max(lane, request):
+    if longest > (lane.context_tokens_max if warm else _prompt_tokens_max(lane, request)):
         return None
     if not request.endpoint.generates:
         return _measure_inputs(lane, prompts)
@@ -464,7 +527,9 @@ def _first_unclamped(places: Sequence[_Place]) -> str | None:
     return next((p.pool.name for p in places if not p.clamped and p.fits), None)
 
 
-def _demand(fleet: FleetShape, request: GenerationRequest, place: _Place) -> Demand:
+def _demand(
+    fleet: FleetShape, request: GenerationRequest, place: _Place, exclude: tuple[str, ...] = ()
+) -> Demand:
     total, shape, unshared = sum(place.prompts), place.lane.blocks, place.blocks
     if _shares(fleet, request):
         sequences = request.sequences_per_prompt
@@ -482,6 +547,7 @@ def _demand(fleet: FleetShape, request: GenerationRequest, place: _Place) -> Dem
         unshared_blocks=unshared,
         prefill=prefill_share(total),
         cost=call_cost(unshared, total, place.output_tokens),
+        exclude=exclude,
     )
 
 

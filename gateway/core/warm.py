@@ -1,6 +1,6 @@
 """Which replicas are likely to have a prompt's beginning in their cache, and whether what is expected is found."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from gateway.core.sse import Usage
@@ -12,6 +12,9 @@ REPLICAS_MAX = 4
 """Of one point: those that had it last."""
 GENERATION_POINTS_MAX = 1 << 14
 """A point takes 150 bytes, and 400 where four replicas had it: 13 MB for both generations."""
+EXCLUDED_MAX = 64
+"""Replicas that a call may be kept from because they have too little of its prompt: the store compares each of them
+with each replica."""
 
 JUDGED_CALLS = 20
 """So many are judged together."""
@@ -48,16 +51,52 @@ class WarmPlaces:
                 self._old, self._young = self._young, {}
             self._young[key] = (visit, *others[: REPLICAS_MAX - 1])
 
-    def prefer(self, keys: Sequence[bytes], now: float) -> tuple[str, ...]:
-        """The replicas where lately a call ran that begins as this one does for longest, the last one first."""
-        for key in reversed(keys):
-            found = tuple(visit.replica for visit in self._of(key) if now - visit.at < WARM_SECONDS)
-            if found:
-                return found
-        return ()
+    def depths(self, keys: Sequence[bytes], now: float) -> dict[str, int]:
+        """By replica so many of the points lately had a call there that came to them; those with most first, of these
+        the last one first."""
+        found: dict[str, int] = {}
+        for count in range(len(keys), 0, -1):
+            for visit in self._of(keys[count - 1]):
+                if visit.replica not in found and now - visit.at < WARM_SECONDS:
+                    found[visit.replica] = count
+        return found
 
     def _of(self, key: bytes) -> tuple[_Visit, ...]:
         return self._young.get(key) or self._old.get(key) or ()
+
+
+def warmest(depths: Mapping[str, int]) -> tuple[str, ...]:
+    """Those that have most, in their order."""
+    most = max(depths.values(), default=0)
+    return tuple(replica for replica, depth in depths.items() if depth == most and most)
+
+
+class Reach(NamedTuple):
+    """A pool for one range of prompt lengths."""
+
+    tokens_max: int | None
+    """The longest prompt that is sent there, as far as its replicas have to compute it; None = any."""
+    replicas: Sequence[str]
+
+
+def cold_replicas(
+    own: Reach, others: Sequence[Reach], tokens: int, cached: Mapping[str, int]
+) -> tuple[str, ...] | None:
+    """The replicas of a lane that a prompt of so many tokens has to be kept from, if it goes to the lane of the pool
+    `own` for what is warm there; None where it should not.
+
+    They are those with more to compute than their pool allows.  It goes only where it need not wait for one warm
+    replica: one of the lane's pools, `own` or one of the `others`, has to be open to it as a whole.
+    """
+    cold: list[str] = []
+    is_warm = is_open = False
+    for pool in (own, *others):
+        most = tokens if pool.tokens_max is None else pool.tokens_max
+        kept = [name for name in pool.replicas if tokens - cached.get(name, 0) > most]
+        is_warm = is_warm or (pool is own and len(kept) < len(pool.replicas))
+        is_open = is_open or (bool(pool.replicas) and not kept)
+        cold += kept
+    return tuple(cold) if is_warm and is_open and len(cold) <= EXCLUDED_MAX else None
 
 
 class _Sums(NamedTuple):

@@ -173,8 +173,10 @@ class WatchedEngines:
 
     def _derive(self) -> FleetShape:
         known: dict[str, list[ReplicaShape]] = {}
+        names: dict[str, tuple[str, ...]] = {}
         states = self._watch.states()
         for state in states:
+            names[state.spec.pool] = (*names.get(state.spec.pool, ()), state.spec.name)
             if state.shape:
                 known.setdefault(state.spec.pool, []).append(state.shape)
         plan = self._plan
@@ -195,7 +197,11 @@ class WatchedEngines:
             share_prefixes=plan.share_prefixes,
             soft_hold=plan.soft_hold,
             bases=_bases([shape for shapes in known.values() for shape in shapes]),
-            pools=tuple(_pool_shape(name, most, known[name]) for name, most in plan.pools if name in known),
+            pools=tuple(
+                _pool_shape(name, most, known[name], names[name])
+                for name, most in plan.pools
+                if name in known
+            ),
             lanes=plan.lanes,
             modes=plan.modes,
             elastic_base=self._elastic_base(),
@@ -237,7 +243,9 @@ def _replica_config(state: ReplicaState, safe_fraction: float, mode: Mode) -> Re
     )
 
 
-def _pool_shape(name: str, max_prompt_tokens: int | None, replicas: list[ReplicaShape]) -> PoolShape:
+def _pool_shape(
+    name: str, max_prompt_tokens: int | None, replicas: list[ReplicaShape], names: tuple[str, ...]
+) -> PoolShape:
     """What every replica of the pool can do, but for blocks: the largest one decides what can ever fit."""
     return PoolShape(
         name=name,
@@ -248,4 +256,5 @@ def _pool_shape(name: str, max_prompt_tokens: int | None, replicas: list[Replica
         sequences_max=max(r.max_num_seqs for r in replicas),
         context_max=max(r.max_model_len for r in replicas),
         prefix_caching=any(r.prefix_caching for r in replicas),
+        replicas=names,
     )

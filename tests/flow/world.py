@@ -6,7 +6,7 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import redis
@@ -66,20 +66,35 @@ class WordCounter:
 
 
 class Replicas:
-    """What `WatchedEngines` needs of a watch: replicas of one pool that are up until a test says otherwise."""
+    """What `WatchedEngines` needs of a watch: replicas that are up until a test says otherwise."""
 
     def __init__(
-        self, urls: Mapping[str, str], blocks: Mapping[str, int], prefill_tokens: int, caching: bool
+        self,
+        urls: Mapping[str, str],
+        blocks: Mapping[str, int],
+        prefill_tokens: int,
+        caching: bool,
+        pools: Sequence["PoolOf"],
     ) -> None:
         self.failures: list[tuple[str, Trouble]] = []
         """Reports of failed calls."""
         self.successes: list[str] = []
         self.down: set[str] = set()
+        of = {replica: pool.name for pool in pools for replica in pool.replicas}
         self._states = [
             ReplicaState(
-                ReplicaSpec("short", name, url),
+                ReplicaSpec(of.get(name, "short"), name, url),
                 ReplicaShape(
-                    name, "short", url, blocks.get(name, 1001), 16, 8192, 256, prefill_tokens, caching, BASES
+                    name,
+                    of.get(name, "short"),
+                    url,
+                    blocks.get(name, 1001),
+                    16,
+                    8192,
+                    256,
+                    prefill_tokens,
+                    caching,
+                    BASES,
                 ),
                 up=True,
                 problem="",
@@ -101,6 +116,16 @@ class Replicas:
 
     def report_success(self, name: str) -> None:
         self.successes.append(name)
+
+
+class PoolOf(NamedTuple):
+    """A pool of a fleet that has several."""
+
+    name: str
+    max_prompt_tokens: int | None
+    replicas: Sequence[str]
+    lane: Sequence[str] = ()
+    """The pools that its calls may use; () = only it."""
 
 
 class World:
@@ -260,17 +285,20 @@ async def gateway(
     lengths: LearnedLengths | None = None,
     caching: bool = False,
     adapters: Sequence[str] = (),
+    pools: Sequence[PoolOf] = (),
 ) -> AsyncIterator[World]:
     """`urls` and `blocks` (`num_gpu_blocks`, 1,001 by default) by replica; all replicas are of one pool, `short`.
 
     `mode` is the pool's, `promise` what the class was promised; `lengths`: what is known of how much calls write.
     `caching`: the engines are known to keep prefixes, and these are shared.
     `adapters`: further models of the engines.
+    `pools`: those of the fleet where it has several, by rising bounds.
     """
     name = f"fleet-{next(_fleet_numbers)}"
     facts: list[Event] = []
-    replicas = Replicas(urls, blocks or {}, prefill_tokens, caching)
-    engines = WatchedEngines(_plan(name, learns, media, mode, encoder_tokens), replicas)  # type: ignore[arg-type]
+    replicas = Replicas(urls, blocks or {}, prefill_tokens, caching, pools)
+    plan = _with_pools(_plan(name, learns, media, mode, encoder_tokens), pools)
+    engines = WatchedEngines(plan, replicas)  # type: ignore[arg-type]
     lengths = lengths or LearnedLengths()
     clock = {} if now is None else {"now": now}
     ledger = ValkeyLedger(
@@ -349,6 +377,17 @@ def _plan(name: str, learns: bool, media: MediaRule, mode: Mode, encoder_tokens:
         classes=CLASSES,
         lease_ms=LEASE_MS,
         heartbeat_ms=HEARTBEAT_MS,
+    )
+
+
+def _with_pools(plan: FleetPlan, pools: Sequence[PoolOf]) -> FleetPlan:
+    if not pools:
+        return plan
+    return replace(
+        plan,
+        pools=tuple((pool.name, pool.max_prompt_tokens) for pool in pools),
+        lanes={pool.name: tuple(pool.lane or (pool.name,)) for pool in pools},
+        modes={},
     )
 
 

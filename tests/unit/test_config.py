@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from gateway.config import (
+    POOLS_MAX,
     ConfigError,
     KeyEntry,
     ReplicasFrom,
@@ -159,6 +160,17 @@ def test_hosts_of_media_are_compared_in_lower_case(tmp_path: Path) -> None:
 def test_every_pool_has_a_lane(tmp_path: Path) -> None:
     content = with_(two_pools(), "fleets.0.lanes", {"short": ["short", "long"]})
     assert loaded(tmp_path, content).fleets[0].lanes == {"short": ("short", "long"), "long": ("long",)}
+
+
+def test_a_fleet_has_as_many_pools_as_the_store_can_look_at(tmp_path: Path) -> None:
+    pools = [
+        {"name": f"p{i}", "max_prompt_tokens": i + 1, "replicas": [f"http://h{i}:8000"]}
+        for i in range(POOLS_MAX + 1)
+    ]
+    found = loaded(tmp_path, with_(two_pools(), "fleets.0.pools", pools[:-1]))
+    assert len(found.fleets[0].lanes) == POOLS_MAX
+    with pytest.raises(ConfigError, match=rf"fleets\[0\].pools: .*{POOLS_MAX}"):
+        loaded(tmp_path, with_(two_pools(), "fleets.0.pools", pools))
 
 
 BOMB = "\n".join(["a: &l0 [x]"] + [f"b{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 10)}]" for n in range(1, 10)])

@@ -184,7 +184,14 @@ def test_a_pool_promises_what_each_of_its_replicas_can_do_and_the_blocks_of_its_
     watch.set("a", num_gpu_blocks=1001, max_model_len=8192, max_num_seqs=8, block_size=32)
     watch.set("b", num_gpu_blocks=2001, max_model_len=4096, max_num_seqs=4, block_size=16)
     short = PoolShape(
-        "short", 4096, max_model_len=4096, block_size=16, usable_max=2000, sequences_max=8, context_max=8192
+        "short",
+        4096,
+        4096,
+        block_size=16,
+        usable_max=2000,
+        sequences_max=8,
+        context_max=8192,
+        replicas=("a", "b"),
     )
     assert engines(watch).shape().pools == (short,)
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.core.estimate import Demand
@@ -490,3 +490,150 @@ def test_a_keys_cap_is_not_judged_on_bounds() -> None:
     assert refusal(10, fleet=fleet, limits=limits, max_tokens=1).code is Code.KEY_CAP_EXCEEDED
     assert demand(11, fleet=fleet, limits=limits, max_tokens=1).blocks == 1
     assert hopeless(fleet, request(max_tokens=1), 10, limits) is None
+
+
+# What is warm
+
+
+WARM_SHORT = replace(SHORT, prefix_caching=True, replicas=("a", "b"))
+WARM_LONG = replace(LONG, prefix_caching=True, replicas=("c",))
+WARM = replace(FLEET, pools=(WARM_SHORT, WARM_LONG), share_prefixes=True)
+OVERFLOWING = replace(WARM, lanes={"short": ("short", "long"), "long": ("long",)})
+
+
+def warm_demand(
+    tokens: int, cached: dict[str, int], fleet: FleetShape = OVERFLOWING, **fields: Any
+) -> Demand:
+    answer = route(fleet, request(**{"max_tokens": 16, **fields}), [tokens], FREE, cached)
+    assert isinstance(answer, Demand), answer
+    return answer
+
+
+def sent(
+    tokens: int, cached: dict[str, int], fleet: FleetShape = OVERFLOWING, **fields: Any
+) -> tuple[Any, ...]:
+    answer = warm_demand(tokens, cached, fleet, **fields)
+    return answer.lane, answer.exclude
+
+
+def test_a_long_prompt_goes_to_the_pool_where_little_of_it_is_left_to_compute() -> None:
+    assert sent(6000, {}) == ("long", ())
+    assert sent(6000, {"a": 1904}) == ("short", ("b",))
+    assert sent(6000, {"a": 1903}) == ("long", ())
+    assert sent(6000, {"a": 1904, "b": 6000}) == ("short", ())
+    assert sent(6000, {"c": 5999}) == ("long", ())
+    assert sent(4096, {"c": 4000}) == ("short", ()), "a prompt that is short enough is none of its business"
+
+
+def test_the_context_of_a_pool_is_a_matter_of_the_whole_call() -> None:
+    assert sent(8191, {"a": 8000}, max_tokens=1) == ("short", ("b",))
+    assert sent(8192, {"a": 8000}, max_tokens=1) == ("long", ())
+    assert sent(8000, {"a": 8000}, max_tokens=193) == ("long", ()), "it would be given less output"
+    assert warm_demand(8000, {"a": 8000}, max_tokens=192).blocks == 512
+
+
+def test_without_overflow_all_replicas_of_the_pool_have_to_have_it() -> None:
+    assert sent(6000, {"a": 5000}, WARM) == ("long", ())
+    assert sent(6000, {"a": 5000, "b": 5000}, WARM) == ("short", ())
+
+
+def test_any_pool_that_can_hold_it_may_be_the_warm_one() -> None:
+    middle = replace(WARM_SHORT, name="middle", max_prompt_tokens=5000, max_model_len=16_384, replicas=("m",))
+    fleet = replace(WARM, pools=(WARM_SHORT, middle, WARM_LONG))
+    assert sent(10_000, {"m": 5000}, fleet) == ("middle", ())
+    assert sent(10_000, {"m": 4999}, fleet) == ("long", ())
+    assert sent(8_000, {"a": 4000, "b": 4000, "m": 8000}, fleet) == ("short", ())
+
+
+@pytest.mark.parametrize(
+    ("changes", "fields"),
+    [
+        ({"share_prefixes": False}, {}),
+        ({"speculative_tokens": 1}, {}),
+        ({"pools": (replace(WARM_SHORT, prefix_caching=False), WARM_LONG)}, {}),
+        ({"pools": (replace(WARM_SHORT, block_size=32), WARM_LONG)}, {}),
+        ({"lanes": {"short": ("long",), "long": ("long",)}}, {}),
+        ({}, {"n": 2}),
+        ({}, {"truncate_prompt_tokens": 8000}),
+    ],
+)
+def test_where_nothing_is_kept_only_the_length_counts(
+    changes: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    assert sent(6000, {"a": 5000, "b": 5000}, replace(OVERFLOWING, **changes), **fields) == ("long", ())
+
+
+def test_what_no_pool_takes_by_its_length_is_refused_however_warm_it_is() -> None:
+    pools = (WARM_SHORT, replace(WARM_LONG, max_prompt_tokens=5000))
+    answer = route(replace(WARM, pools=pools), request(), [6000], FREE, {"a": 6000, "b": 6000})
+    assert isinstance(answer, Refusal)
+    assert answer.code is Code.CONTEXT_LENGTH_EXCEEDED
+
+
+def test_before_it_is_counted_a_call_may_go_wherever_it_may_be_warm() -> None:
+    call = request(max_tokens=16)
+    assert candidate_lanes(OVERFLOWING, call, 6000, 6000, FREE) == ("short", "long")
+    assert candidate_lanes(OVERFLOWING, call, 8192, 8192, FREE) == ("long",)
+    assert candidate_lanes(OVERFLOWING, request(max_tokens=16, n=2), 6000, 6000, FREE) == ("long",)
+    found = outlooks(OVERFLOWING, call, 6000, 6000 * 4, FREE)
+    assert [outlook.likely.lane for outlook in found] == ["short", "long"]
+
+
+@st.composite
+def warm_fleets(draw: st.DrawFn) -> FleetShape:
+    """Pools that are alike but for their bounds and contexts; each lane leads on to none, one or all of the next ones."""
+    count = draw(st.integers(2, 4))
+    bounds = sorted(draw(st.lists(st.integers(1, 200), min_size=count - 1, max_size=count - 1)))
+    pools = tuple(
+        PoolShape(
+            f"p{i}",
+            bound,
+            max_model_len=draw(st.sampled_from([150, 300, 450])),
+            block_size=4,
+            usable_max=draw(st.sampled_from([40, 200, 200])),
+            sequences_max=8,
+            prefix_caching=draw(st.sampled_from([True, True, True, False])),
+            replicas=tuple(f"p{i}r{r}" for r in range(draw(st.integers(1, 3)))),
+        )
+        for i, bound in enumerate([*bounds, None])
+    )
+    names = [pool.name for pool in pools]
+    lanes = {name: tuple(names[i : i + draw(st.sampled_from([1, 2, count]))]) for i, name in enumerate(names)}
+    return replace(FLEET, pools=pools, lanes=lanes, share_prefixes=True, default_output_tokens=20)
+
+
+WARM_FIELDS = st.fixed_dictionaries({}, optional={"max_tokens": st.integers(1, 60)})
+
+
+@settings(max_examples=500)
+@given(warm_fleets(), WARM_FIELDS, st.integers(1, 420), st.integers(0, 400), st.integers(0, 400), st.data())
+def test_no_replica_has_more_to_compute_than_its_pool_allows(
+    fleet: FleetShape, fields: dict[str, Any], tokens: int, less: int, more: int, data: st.DataObject
+) -> None:
+    call = request(**fields)
+    names = [name for pool in fleet.pools for name in pool.replicas]
+    parts = st.sampled_from([0, tokens // 2, tokens - 1, tokens - 1])
+    cached = data.draw(st.fixed_dictionaries(dict.fromkeys(names, parts)))
+    cold, warm = route(fleet, call, [tokens], FREE), route(fleet, call, [tokens], FREE, cached)
+    if isinstance(cold, Refusal) or isinstance(warm, Refusal):
+        assert cold == warm
+        return
+    low, high = max(1, tokens - less), tokens + more
+    assert warm.lane in candidate_lanes(fleet, call, low, high, FREE)
+    found = {outlook.likely.lane: outlook.blocks_min for outlook in outlooks(fleet, call, low, high, FREE)}
+    assert warm.blocks >= found.get(warm.lane, 0)
+    assert not found or warm.lane in found
+    if warm == cold:
+        return
+    lanes = [pool.name for pool in fleet.pools]
+    assert lanes.index(warm.lane) < lanes.index(cold.lane)
+    assert warm.output_tokens >= cold.output_tokens
+    pools = [pool for pool in fleet.pools if pool.name in fleet.lanes.get(warm.lane, (warm.lane,))]
+    assert tokens + warm.output_tokens <= min(pool.max_model_len for pool in pools)
+    for pool in pools:
+        for name in {*pool.replicas} - {*warm.exclude}:
+            left = tokens - (cached.get(name, 0) if pool.prefix_caching else 0)
+            assert pool.max_prompt_tokens is None or left <= pool.max_prompt_tokens
+    assert any(not {*pool.replicas} & {*warm.exclude} for pool in pools)
+    own = next(pool for pool in pools if pool.name == warm.lane)
+    assert {*own.replicas} - {*warm.exclude}

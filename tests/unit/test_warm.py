@@ -1,4 +1,4 @@
-"""Where a beginning is likely to be cached, and whether what is expected is found."""
+"""Where a beginning is likely to be cached, where a call may go for it, and whether what is expected is found."""
 
 import pytest
 from hypothesis import given
@@ -7,15 +7,19 @@ from hypothesis import strategies as st
 from gateway.core import warm
 from gateway.core.sse import Usage
 from gateway.core.warm import (
+    EXCLUDED_MAX,
     JUDGED_CALLS,
     MISCOUNTED_KEYS_MAX,
     REPLICAS_MAX,
     WARM_SECONDS,
     Counts,
     Found,
+    Reach,
     SharedCaches,
     Trust,
     WarmPlaces,
+    cold_replicas,
+    warmest,
 )
 
 A, B, C = b"a", b"b", b"c"
@@ -25,26 +29,28 @@ def test_the_longest_beginning_that_was_seen_decides() -> None:
     places = WarmPlaces()
     places.note([A], "x", 0.0)
     places.note([A, B], "y", 1.0)
-    assert places.prefer([A, B, C], 2.0) == ("y",)
-    assert places.prefer([A, C], 2.0) == ("y", "x")
-    assert places.prefer([C], 2.0) == ()
-    assert places.prefer([], 2.0) == ()
+    assert places.depths([A, B, C], 2.0) == {"y": 2, "x": 1}
+    assert warmest(places.depths([A, B, C], 2.0)) == ("y",)
+    assert places.depths([A, C], 2.0) == {"y": 1, "x": 1}
+    assert warmest(places.depths([A, C], 2.0)) == ("y", "x")
+    assert places.depths([C], 2.0) == {}
+    assert warmest(places.depths([], 2.0)) == ()
 
 
 def test_a_replica_is_named_once_and_the_last_one_first() -> None:
     places = WarmPlaces()
     for at, replica in enumerate("xyxzx"):
         places.note([A], replica, float(at))
-    assert places.prefer([A], 5.0) == ("x", "z", "y")
+    assert warmest(places.depths([A], 5.0)) == ("x", "z", "y")
 
 
 def test_after_minutes_a_replica_is_as_good_as_any_other() -> None:
     places = WarmPlaces()
     places.note([A, B], "x", 0.0)
     places.note([A], "y", 10.0)
-    assert places.prefer([A, B], WARM_SECONDS - 1) == ("x",)
-    assert places.prefer([A, B], WARM_SECONDS + 1) == ("y",)
-    assert places.prefer([A, B], WARM_SECONDS + 11) == ()
+    assert places.depths([A, B], WARM_SECONDS - 1) == {"x": 2, "y": 1}
+    assert places.depths([A, B], WARM_SECONDS + 1) == {"y": 1}
+    assert places.depths([A, B], WARM_SECONDS + 11) == {}
 
 
 @given(st.lists(st.tuples(st.binary(min_size=1, max_size=1), st.sampled_from("uvwxyz")), max_size=200))
@@ -52,17 +58,48 @@ def test_what_is_remembered_is_bounded(visits: list[tuple[bytes, str]]) -> None:
     places = WarmPlaces(generation_max=5)
     for at, (key, replica) in enumerate(visits):
         places.note([key], replica, float(at))
-        assert places.prefer([key], float(at))[0] == replica
+        assert next(iter(places.depths([key], float(at)))) == replica
         assert len(places) <= 10
-        assert len(places.prefer([key], float(at))) <= REPLICAS_MAX
+        assert len(places.depths([key], float(at))) <= REPLICAS_MAX
 
 
 def test_what_is_asked_for_stays() -> None:
     places = WarmPlaces(generation_max=5)
     for at in range(100):
         places.note([b"%d" % at, A], "x", float(at))
-    assert places.prefer([A], 99.0) == ("x",)
-    assert places.prefer([b"1"], 99.0) == ()
+    assert places.depths([A], 99.0) == {"x": 1}
+    assert places.depths([b"1"], 99.0) == {}
+
+
+# Pools ----------------------------------------------------------------------------------------------------------
+
+
+SHORT, LONG = Reach(100, ("a", "b")), Reach(None, ("c",))
+
+
+def test_what_is_left_of_a_prompt_is_what_a_pool_is_bounded_by() -> None:
+    assert cold_replicas(SHORT, [LONG], 300, {"a": 200}) == ("b",)
+    assert cold_replicas(SHORT, [LONG], 300, {"a": 199}) is None
+    assert cold_replicas(SHORT, [LONG], 300, {"a": 200, "b": 250}) == ()
+    assert cold_replicas(SHORT, [LONG], 300, {"c": 300}) is None
+
+
+def test_a_call_never_has_to_wait_for_one_warm_replica() -> None:
+    assert cold_replicas(SHORT, [], 300, {"a": 200}) is None
+    assert cold_replicas(SHORT, [], 300, {"a": 200, "b": 200}) == ()
+    assert cold_replicas(SHORT, [Reach(150, ("c",))], 300, {"a": 200}) is None
+    assert cold_replicas(SHORT, [Reach(150, ("c",))], 300, {"a": 200, "c": 150}) == ("b",)
+    assert cold_replicas(SHORT, [Reach(None, ())], 300, {"a": 200}) is None
+
+
+def test_no_call_names_more_replicas_than_the_store_can_look_at() -> None:
+    most = Reach(100, tuple(f"r{i}" for i in range(EXCLUDED_MAX + 1)))
+    assert len(cold_replicas(most, [LONG], 300, {"r0": 200}) or ()) == EXCLUDED_MAX
+    more = Reach(100, (*most.replicas, "s"))
+    assert cold_replicas(more, [LONG], 300, {"r0": 200}) is None
+
+
+# Trust ----------------------------------------------------------------------------------------------------------
 
 
 def judged(trust: Trust, part: float, calls: int = JUDGED_CALLS, replica: str = "x") -> list[bool]:
