@@ -581,7 +581,7 @@ def test_before_it_is_counted_a_call_may_go_wherever_it_may_be_warm() -> None:
 
 @st.composite
 def warm_fleets(draw: st.DrawFn) -> FleetShape:
-    """Pools that are alike but for their bounds and contexts; each lane leads on to none, one or all of the next ones."""
+    """Pools that are alike but for their bounds and contexts; a lane leads on to none, one or all of the next."""
     count = draw(st.integers(2, 4))
     bounds = sorted(draw(st.lists(st.integers(1, 200), min_size=count - 1, max_size=count - 1)))
     pools = tuple(
