@@ -217,7 +217,7 @@ async def asked(m: Member, **changes: Any) -> Code | None:
 async def test_what_stays_in_the_document() -> None:
     """Each op of a call that grows is in docs/ledger.md."""
     text = (Path(__file__).parents[2] / "docs/ledger.md").read_text()
-    assert "| `Z id held base path` |" in text
+    assert "| `Z id held base path net` |" in text
 
 
 async def test_a_call_that_grows_is_charged_for_what_it_does_not_share(path: str) -> None:
