@@ -56,12 +56,13 @@ def together(gateway: GatewayProcess, count: int, *sizes: int) -> Iterator[list[
 def running(gateway: GatewayProcess, count: int) -> int:
     """How many of so many calls run once all run or wait."""
 
-    def all_are_there() -> dict[str, Any] | None:
+    def all_are_there() -> bool:
         state = gateway.state()
-        return state if state["leases"] + state["queue"] == count else None
+        return bool(state["leases"] + state["queue"] == count)
 
-    found: dict[str, Any] = wait_until(all_are_there, f"{count} calls run or wait")
-    return int(found["leases"])
+    wait_until(all_are_there, f"{count} calls run or wait")
+    # A state is read in parts: who waits was read before the last of them came.
+    return int(gateway.state()["leases"])
 
 
 def pools(mode: str, mocks: list[Mock]) -> list[dict[str, Any]]:
