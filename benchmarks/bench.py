@@ -1,6 +1,6 @@
 """kvgate beside other proxies on one core, by the yardstick: figures, ratios, and whether the bars hold.
 
-    python benchmarks/bench.py [--tests a,b,d,D,e,f,s,t] [--peers nginx,envoy,vllm-router,naive] [--runs 1]
+    python benchmarks/bench.py [--tests a,b,d,D,g,e,f,s,t] [--peers nginx,envoy,vllm-router,naive] [--runs 1]
                                [--results FILE ...] [--write-doc]
 
 What is measured has core 0, everything else, kvgate's store as well, has core 1.  All tests with all peers take about
@@ -49,6 +49,7 @@ EVERYWHERE: Sequence[tuple[str, frozenset[str], Measure]] = (
         frozenset({"nginx", "envoy", "vllm-router", "kvgate"}),
         lambda yard, at: measures.many_streams(yard, at, 4800, "D"),
     ),
+    ("g", frozenset({"direct", "nginx", "vllm-router"}), measures.growing_streams),
     ("f", frozenset({"nginx", "envoy", "vllm-router", "naive", "kvgate"}), measures.leavers),
 )
 """Test, the peers that it tells something about, and how it is measured."""
@@ -78,6 +79,10 @@ def figures_of(peer: Peer, tests: Sequence[str], yard: Yard) -> Figures:
         with peers.standing(peer, yard.folder, refusing=True) as at:
             measures.warm_up(yard, at)
             figures |= told(peer, measures.refusals(yard, at, rounds))
+    if "g" in tests and peer.name == "kvgate":
+        with peers.standing(peer, yard.folder, elastic=True) as at:
+            measures.warm_up(yard, at)
+            figures |= told(peer, measures.growing_streams(yard, at))
     if "s" in tests and peer.name == "kvgate":
         with peers.standing(peer, yard.folder, replicas=REPLICAS) as at:
             measures.warm_up(yard, at)

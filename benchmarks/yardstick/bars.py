@@ -16,6 +16,7 @@ TESTS = {
     "b": "prompts of 256 KB: a known history and a short new turn, and text never sent before",
     "d": "2,400 streams of 10 tokens a second",
     "D": "4,800 streams of 10 tokens a second",
+    "g": "2,400 streams of twice the length, which kvgate charges as they grow",
     "e": "refusals, with 1,200 streams running",
     "f": "100 clients leave: within a stream, before its first token, and before a whole answer",
     "s": "the store's processor time for admit, first token and settle",
@@ -125,6 +126,24 @@ def ours(name: str) -> Value:
     return of("kvgate", name)
 
 
+def streams(test: str, which: str = "") -> Sequence[Bar]:
+    """Of 2,400 streams."""
+    events, errors, gap, transit, cost, memory = (
+        f"{test}_{name}"
+        for name in ("events_share", "errors", "gap_p99_ms", "transit_p99_ms", "event_us", "stream_kb")
+    )
+    above_direct, nginx_above = added("kvgate", gap), added("nginx", gap)
+    cost_ratio = over("vllm-router", cost)
+    return (
+        Bar(test, f"events that arrived{which}", ours(events), fixed(EVENTS_SHARE_MIN), none, True),
+        Bar(test, f"streams with errors{which}", ours(errors), fixed(0), none),
+        Bar(test, f"gap p99, ms above direct{which}", above_direct, fixed(2), nginx_above),
+        Bar(test, f"transit p99, ms{which}", ours(transit), fixed(3), none),
+        Bar(test, f"CPU of an event, of vllm-router's{which}", cost_ratio, fixed(1.15), fixed(1)),
+        Bar(test, f"memory of a stream, KB{which}", ours(memory), fixed(60), none),
+    )
+
+
 WAYS = ("stream", "prefill", "whole")
 BARS: Sequence[Bar] = (
     Bar("a", "calls/s, 64 connections, of naive's", over("naive", "a_calls_s"), fixed(12), none, True),
@@ -145,18 +164,7 @@ BARS: Sequence[Bar] = (
         True,
     ),
     Bar("b", "CPU of a call, 256 KB new, of tiktoken's", over("tiktoken", "b_new_us"), fixed(1.3), none),
-    Bar("d", "events that arrived", ours("d_events_share"), fixed(EVENTS_SHARE_MIN), none, True),
-    Bar("d", "streams with errors", ours("d_errors"), fixed(0), none),
-    Bar(
-        "d",
-        "gap p99, ms above direct",
-        added("kvgate", "d_gap_p99_ms"),
-        fixed(2),
-        added("nginx", "d_gap_p99_ms"),
-    ),
-    Bar("d", "transit p99, ms", ours("d_transit_p99_ms"), fixed(3), none),
-    Bar("d", "CPU of an event, of vllm-router's", over("vllm-router", "d_event_us"), fixed(1.15), fixed(1)),
-    Bar("d", "memory of a stream, KB", ours("d_stream_kb"), fixed(60), none),
+    *streams("d"),
     Bar(
         "D",
         "gap p99, ms",
@@ -164,6 +172,7 @@ BARS: Sequence[Bar] = (
         of("envoy", "D_gap_p99_ms"),
         of("vllm-router", "D_gap_p99_ms"),
     ),
+    *streams("g", ", growing"),
     Bar("e", "refusal p99, small, ms", ours("e_small_p99_ms"), fixed(2), of("envoy", "e_small_p99_ms")),
     Bar("e", "refusal p99, 256 KB, ms", ours("e_large_p99_ms"), fixed(5), of("envoy", "e_large_p99_ms")),
     Bar(
@@ -286,6 +295,11 @@ ROWS = {
     "D_events_share": "D: events that arrived",
     "D_gap_p99_ms": "D: gap p99, ms",
     "D_event_us": "D: CPU of an event, us",
+    "g_events_share": "g: events that arrived",
+    "g_gap_p99_ms": "g: gap p99, ms",
+    "g_transit_p99_ms": "g: transit p99, ms",
+    "g_event_us": "g: CPU of an event, us",
+    "g_stream_kb": "g: memory of a stream, KB",
     "e_small_p99_ms": "e: refusal p99, small, ms",
     "e_large_p99_ms": "e: refusal p99, 256 KB, ms",
     "e_events_share": "e: events of the streams that arrived",

@@ -24,12 +24,10 @@ Report = dict[str, Any]
 
 LOAD_SECONDS_MAX = 180.0
 STREAM_TOKENS = 50
+GROWING_TOKENS = 100
+"""Of a stream that grows: once, at its 64th."""
 TOKEN_MS = 100
-STREAM_EVENTS = STREAM_TOKENS + 1
-STREAM_SECONDS = (STREAM_TOKENS - 1) * TOKEN_MS / 1e3
-"""The first token comes at once, and the event that ends it with the last."""
 AT_ONCE = {"tokens": 16, "interval": 0, "ttft": 0}
-STREAMS = {"tokens": STREAM_TOKENS, "interval": TOKEN_MS, "ttft": 0}
 ENDLESS = {"tokens": 2000, "interval": TOKEN_MS, "ttft": 0}
 REFUSED_STREAMS = 1200
 INTERLEAVED = 3
@@ -193,19 +191,23 @@ def tiktoken_alone() -> Figures:
     return {"b_new_us": 1e6 * used / TEXT_ROUNDS}
 
 
-def many_streams(yard: Yard, at: Standing, streams: int, prefix: str) -> Figures:
-    """d, D: so many streams at 10 tokens a second."""
+def many_streams(yard: Yard, at: Standing, streams: int, prefix: str, tokens: int = STREAM_TOKENS) -> Figures:
+    """d, D, g: so many streams at 10 tokens a second, each followed by the next one."""
+    events = tokens + 1
+    seconds = (tokens - 1) * TOKEN_MS / 1e3
+    """The first token comes at once, and the event that ends it with the last."""
     seen: dict[str, int] = {}
     idle_kb = machine.memory_kb(at.pid) if at.pid else 0
 
     def look() -> None:
-        time.sleep(8.5)
+        time.sleep(seconds + 3.6)
         seen["kb"] = machine.memory_kb(at.pid) - idle_kb if at.pid else 0
         seen["open"] = int(engine_stats()["active"])
 
-    options = ("-c", str(streams), "-R", "4.9", "-w", "5.5", "-d", "6", "-E", str(STREAM_TOKENS))
-    found = load(yard, at, STREAMS, "small-stream.json", *options, middle=look)
-    offered = streams * STREAM_EVENTS / STREAM_SECONDS
+    options = ("-c", str(streams), "-R", str(seconds), "-w", str(seconds + 0.6), "-d", "6", "-E", str(tokens))
+    knobs = {"tokens": tokens, "interval": TOKEN_MS, "ttft": 0}
+    found = load(yard, at, knobs, "small-stream.json", *options, middle=look)
+    offered = streams * events / seconds
     figures = {
         f"{prefix}_events_share": float(found["events_s"]) / offered,
         f"{prefix}_errors": float(found["errors"]),
@@ -216,6 +218,11 @@ def many_streams(yard: Yard, at: Standing, streams: int, prefix: str) -> Figures
         figures[f"{prefix}_event_us"] = us_each(found, "events")
         figures[f"{prefix}_stream_kb"] = seen["kb"] / max(1, seen["open"])
     return figures
+
+
+def growing_streams(yard: Yard, at: Standing) -> Figures:
+    """g: the engine tells what each stream has written in every event, where the gateway asks for it."""
+    return many_streams(yard, at, 2400, "g", GROWING_TOKENS)
 
 
 def refusals(yard: Yard, at: Standing, rounds: int) -> Figures:

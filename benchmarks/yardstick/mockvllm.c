@@ -20,7 +20,7 @@ typedef struct conn {
   size_t head_len, request_len; /* bytes of the head, of the whole request */
   size_t chunk_at;              /* chunked: where the next chunk begins */
   size_t body_len;              /* chunked: decoded bytes, which are moved to right behind the head */
-  int keepalive, stream, chat, usage;
+  int keepalive, stream, chat, usage, metered;
   char *out;
   size_t out_len, out_sent, out_cap;
   enum { NOTHING, WHOLE_LATER, STREAMING, FLUSHING } answer;
@@ -186,7 +186,7 @@ static int flush(conn *c) {
 
 /* Events are copied from a template and stamped in place: by kind, 0 completion and 1 chat. */
 static char *template[2];
-static size_t template_len[2], stamp_at[2];
+static size_t template_len[2], body_at[2], stamp_at[2];
 static void build_template(int chat) {
   char pre[512];
   if (chat)
@@ -208,6 +208,7 @@ static void build_template(int chat) {
   char *b = malloc(n + 64);
   int h = sprintf(b, "%zx\r\n", n);
   size_t o = (size_t)h;
+  body_at[chat] = o;
   memcpy(b + o, pre, strlen(pre));
   o += strlen(pre);
   memcpy(b + o, "@T", 2);
@@ -232,13 +233,32 @@ static inline void put_hex(char *p, uint64_t v, int n) {
     v >>= 4;
   }
 }
+/* The template with what has been written so far behind it, as `continuous_usage_stats` asks; where its stamp goes. */
+static char *put_metered(conn *c, char *p) {
+  int k = c->chat, written = c->seq + 1;
+  size_t prompt = c->prompt_bytes / 4, core = template_len[k] - body_at[k] - strlen("}\n\n\r\n");
+  char u[160];
+  size_t n = (size_t)snprintf(
+      u, sizeof u, ",\"usage\":{\"prompt_tokens\":%zu,\"total_tokens\":%zu,\"completion_tokens\":%d}}\n\n",
+      prompt, prompt + (size_t)written, written);
+  int h = sprintf(p, "%zx\r\n", core + n);
+  memcpy(p + h, template[k] + body_at[k], core);
+  memcpy(p + h + core, u, n);
+  memcpy(p + h + core + n, "\r\n", 2);
+  c->out_len += (size_t)h + core + n + 2;
+  return p + h + (stamp_at[k] - body_at[k]);
+}
 static void put_event(conn *c) {
   int k = c->chat;
   size_t n = template_len[k];
-  out_room(c, n);
-  char *p = c->out + c->out_len;
-  memcpy(p, template[k], n);
-  char *t = p + stamp_at[k];
+  out_room(c, n + 192);
+  char *p = c->out + c->out_len, *t = p + stamp_at[k];
+  if (c->metered) {
+    t = put_metered(c, p);
+  } else {
+    memcpy(p, template[k], n);
+    c->out_len += n;
+  }
   put_hex(t, now_ns(), 16);
   put_hex(t + 17, c->id, 8);
   int s = c->seq++;
@@ -246,7 +266,6 @@ static void put_event(conn *c) {
     t[26 + i] = (char)('0' + s % 10);
     s /= 10;
   }
-  c->out_len += n;
   c->events_left--;
   stats.events++;
 }
@@ -529,6 +548,7 @@ static void handle(conn *c) {
   }
   c->stream = json_true(body, bl, "\"stream\"");
   c->usage = json_true(body, bl, "\"include_usage\"");
+  c->metered = json_true(body, bl, "\"continuous_usage_stats\"");
   c->prompt_bytes = bl;
   stats.bytes_in += bl;
   stats.requests++;

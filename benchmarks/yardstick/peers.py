@@ -168,8 +168,10 @@ def _kvgate_version() -> str:
 
 
 @contextmanager
-def standing(peer: Peer, folder: Path, *, refusing: bool = False, replicas: int = 1) -> Iterator[Standing]:
-    """The peer and its engines.  `replicas` is for kvgate; `refusing` has a limit for some headers.
+def standing(
+    peer: Peer, folder: Path, *, refusing: bool = False, replicas: int = 1, elastic: bool = False
+) -> Iterator[Standing]:
+    """The peer and its engines.  `replicas` and `elastic` are for kvgate; `refusing` has a limit for some headers.
 
     Raises PeerError.
     """
@@ -179,7 +181,7 @@ def standing(peer: Peer, folder: Path, *, refusing: bool = False, replicas: int 
             stack.enter_context(_engine(ENGINE_PORT + number, core, folder)) for number in range(replicas)
         ]
         if peer.name == "kvgate":
-            yield stack.enter_context(_kvgate(peer, folder, engines))
+            yield stack.enter_context(_kvgate(peer, folder, engines, elastic))
             return
         make = peer.refusing if refusing else peer.command
         pid = None
@@ -204,7 +206,7 @@ def _engine(port: int, core: int, folder: Path) -> Iterator[int]:
 
 
 @contextmanager
-def _kvgate(peer: Peer, folder: Path, engines: Sequence[int]) -> Iterator[Standing]:
+def _kvgate(peer: Peer, folder: Path, engines: Sequence[int], elastic: bool) -> Iterator[Standing]:
     """One worker, full admission and authentication, a budget that limits nothing; its store is on core 1."""
     secrets = {name: new_key() for name in ("bench", "refused")}
     limits: Mapping[str, Mapping[str, object]] = {"refused": {"limits": {"requests_max": 0}}}
@@ -215,7 +217,8 @@ def _kvgate(peer: Peer, folder: Path, engines: Sequence[int]) -> Iterator[Standi
     try:
         must_be_free(peer.port)
         config = folder / "kvgate.yaml"
-        config.write_text(yaml.safe_dump(_settings(store.url, folder / "keys.yaml", len(engines))))
+        settings = _settings(store.url, folder / "keys.yaml", len(engines), elastic)
+        config.write_text(yaml.safe_dump(settings))
         options = ("--config", str(config), "--port", str(peer.port))
         command = [sys.executable, "-m", "gateway", "serve", *options]
         log = folder / "kvgate.log"
@@ -230,7 +233,7 @@ def _kvgate(peer: Peer, folder: Path, engines: Sequence[int]) -> Iterator[Standi
         store.stop()
 
 
-def _settings(store_url: str, keys: Path, replicas: int) -> dict[str, object]:
+def _settings(store_url: str, keys: Path, replicas: int, elastic: bool) -> dict[str, object]:
     plenty = {
         "num_gpu_blocks": 1_000_000,
         "block_size": 16,
@@ -239,11 +242,12 @@ def _settings(store_url: str, keys: Path, replicas: int) -> dict[str, object]:
         "prefill_tokens": 10_000_000,
     }
     engines = [{"url": f"http://127.0.0.1:{ENGINE_PORT + number}", **plenty} for number in range(replicas)]
+    pool = {"name": "only", "replicas": engines, **({"mode": "elastic"} if elastic else {})}
     return {
         "store": {"url": store_url},
         "auth": {"keys_file": str(keys)},
         "log": {"level": "warning"},
-        "fleets": [{"model": "mock-model", "pools": [{"name": "only", "replicas": engines}]}],
+        "fleets": [{"model": "mock-model", "pools": [pool]}],
     }
 
 
