@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
+from zlib import crc32
 
 import msgspec
 
@@ -401,7 +402,8 @@ class Judge:
     def _look_for_drift(self, gateway: Gateway) -> None:
         """What a process has said that a call holds and may hold is what the store takes away with it.
 
-        A call that grows fast may be told late again and again, each time with more.
+        A call that grows fast may be told late again and again, each time with other words: how long the store has not
+        had one of them is what counts.
         """
         for ask in gateway.ledger._asks.values():
             call = self.store.books.calls.get(ask.id)
@@ -411,12 +413,9 @@ class Judge:
             held = blocks if ask.held < 0 else ask.held
             said = (held, ask.base, ask.path, ask.net) if ask.path else (blocks, 0, b"", 0)
             drifted = said != (call.asked, call.base, call.path, call.prefix.net)
-            self._must_not_last(
-                drifted,
-                PROMPT_SECONDS,
-                gateway,
-                f"says that {ask.id} holds {said[0]} blocks, and the store does not",
-            )
+            words = f"{said[0]} blocks, without {said[3]} by path {crc32(said[2]):08x}"
+            what = f"says that {ask.id} holds {words}, and the store does not"
+            self._must_not_last(drifted, PROMPT_SECONDS, gateway, what)
             self.facts["charged by path"] += call.elastic
             self.facts["charged in full"] += not call.elastic
             self.facts["segments shared"] += call.prefix.joined
