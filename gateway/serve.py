@@ -181,7 +181,7 @@ def _run_worker(
     try:
         gateway = Gateway(_with_store(settings, store_url), secrets, source, place)
         if store_url is not None:
-            log.info("the embedded store is %s, for `kvgate verify --store`", store_url)
+            log.info("for `kvgate verify --store` the embedded store is %s", store_url)
         server = GatewayServer(gateway, _server_config(gateway, settings), ready_line)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve_until_told(server, listener, store))
