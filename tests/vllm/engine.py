@@ -22,7 +22,12 @@ TEST_SECONDS = START_SECONDS + 240.0
 """The limit of one test, with the start of the engine that it is the first to need."""
 STOP_SECONDS = 15.0
 SLOW_MACHINE = {
-    "upstream": {"headers_seconds": 600, "first_event_seconds": 600, "idle_seconds": 600},
+    "upstream": {
+        "connect_seconds": 60,
+        "headers_seconds": 600,
+        "first_event_seconds": 600,
+        "idle_seconds": 600,
+    },
     "store": {"hold_seconds": 60, "lease_seconds": 60},
 }
 """Settings of a gateway that shares two cores with two engines and their clients: each of them may stand still."""
